@@ -18,12 +18,12 @@ from torch import Tensor
 from fp8rl.models import Architecture
 from fp8rl.models.architectures import mixtral
 from fp8rl.models.config_file import ConfigFile
-from fp8rl.models.families import Activations, Family, PartNames, Widths, gated_delta, latent, mlp, norm
+from fp8rl.models.families import Activations, Family, PartNames, Widths, gated_delta, latent, mlp, norm_before
 from fp8rl.models.families.attention import o_proj
 from fp8rl.models.families.gated_delta import CONV_BYTES, IN_FP32, STATE_BYTES
 from fp8rl.models.program import ADD_NORM, EPS, LINEAR, Host, Op, OpForm, OpSite
 from fp8rl.models.sizes import ModelSizes, sigmoid_router
-from fp8rl.models.tensors import Location, TensorRow
+from fp8rl.models.tensors import TensorRow
 from fp8rl.numerics import ops
 
 
@@ -108,8 +108,7 @@ OPS = (
 def kda_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
     own, hidden, at = sizes.of(Kda), sizes.hidden_size, PartNames.of(layer, "self_attn.", INSIDE)
     width, narrow, by_head = own.width, own.head_dim, {"layout": "heads", "groups": own.heads}
-    before = f"model.layers.{layer}.input_layernorm.weight"
-    yield norm(before, hidden, "input_norm", layer, f"decoder.layers.{layer}.input_layernorm.weight")
+    yield norm_before("input", sizes, layer, "input_layernorm.weight")
     for name in ("q_proj", "k_proj", "v_proj"):
         held: dict[str, Any] = {"engine": "qkv_proj", "split": 0, "megatron": "in_proj", **by_head}
         yield at.product(name, (width, hidden), op="in_proj", kind=name, **held)
@@ -119,16 +118,11 @@ def kda_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
     ):  # fmt: skip
         split = None if shape[0] == narrow else 0
         yield at.product(f"{name}_proj", shape, op=f"{name}_proj", kind=None, split=split, megatron=f"{name}_proj")
-    rows: dict[str, Any] = {"layer": layer}
     for name in ("q", "k", "v"):
-        yield TensorRow(
-            name=f"{at.inside}{name}_conv1d.weight", shape=(width, 1, own.taps), op="conv",
-            engine=Location(f"{at.served}qkv_conv1d.weight", split=0),
-            megatron=Location(f"{at.there}conv1d.weight", layout="heads", groups=own.heads), **rows,
-        )  # fmt: skip
+        held = {"op": "conv", "engine": "qkv_conv1d.weight", "split": 0, "megatron": "conv1d.weight", **by_head}
+        yield at.tensor(f"{name}_conv1d.weight", (width, 1, own.taps), **held)
     for name, shape in (("A_log", (1, 1, own.heads, 1)), ("dt_bias", (width,))):
-        place = {"engine": Location(f"{at.served}{name}"), "megatron": Location(f"{at.there}{name}")}
-        yield TensorRow(name=f"{at.inside}{name}", shape=shape, op="delta", **place, **rows, **IN_FP32)
+        yield at.tensor(name, shape, op="delta", megatron=name, **IN_FP32)
     yield at.norm("o_norm", own.head_dim, op="out_norm", megatron="o_norm.weight")
     yield o_proj(sizes, at, own.width // sizes.heads)
 

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 
 from fp8rl.rl.run.interrupts import INTERRUPTED, LOST, SAYS, SIGNALS, STOPPED
 from fp8rl.rollout.tasks.environments.supervisor import DEATH_SIGNAL, SUBREAPER, kill_children, prctl, reaped
@@ -84,7 +85,5 @@ def _ended(child: int, watched: set[signal.Signals]) -> int:
 
 
 def _say(text: str) -> None:
-    try:
+    with suppress(OSError):  # the terminal is closed
         os.write(2, f"{text}\n".encode())
-    except OSError:
-        pass  # the terminal is closed

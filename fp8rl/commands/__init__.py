@@ -58,11 +58,11 @@ def progress() -> Callable[[RenderableType], None]:
     return PlainConsole(stderr=True).print
 
 
-def show(*found: RenderableType, soft_wrap: bool = False) -> None:
-    """Print a result to the standard output."""
+def show(found: RenderableType) -> None:
+    """Print a result to the standard output. A text is not broken into lines, so that it can be copied."""
     from fp8rl.rl.record.console import PlainConsole
 
-    PlainConsole().print(*found, soft_wrap=soft_wrap)
+    PlainConsole().print(found, soft_wrap=isinstance(found, str))
 
 
 def finish(report: Report, as_json: bool) -> None:

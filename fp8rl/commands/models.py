@@ -50,14 +50,14 @@ def serve(
             served = served.with_tools(tool_parser)
         digest = served.numerics.rollout_spec.digest()
         path, mode = served.experiment.model.path, served.numerics.mode
-        show(f"starting an engine with {path} in {mode} mode, quantization spec {digest}", soft_wrap=True)
+        show(f"starting an engine with {path} in {mode} mode, quantization spec {digest}")
         with interruptible(), tempfile.TemporaryDirectory(prefix="fp8rl-serve-") as folder:
             with serving.serve(served, Path(folder) / "engine.log", progress(), port, host, api_key) as server:
                 url, key = server.endpoint.url, shlex.quote(server.endpoint.api_key)
                 if api_key is not None and api_key == os.environ.get("FP8RL_API_KEY"):
                     key = '"$FP8RL_API_KEY"'  # a log of what is printed then has no secret
                 models = ", or without its adapter ".join(filter(None, [served.name, served.base_name]))
-                show(f"export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key}    # model {models}", soft_wrap=True)
+                show(f"export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key}    # model {models}")
                 while True:
                     server.check()
                     time.sleep(1.0)
@@ -129,13 +129,13 @@ def convert(
             with interruptible():
                 changed = pad_model(model, out, pad, architecture)
             widths = ", ".join(f"{name} = {value}" for name, value in changed.items() if value is not None)
-            show(f"{out}: {'padded to' if pad else 'without padding:'} {widths}", soft_wrap=True)
+            show(f"{out}: {'padded to' if pad else 'without padding:'} {widths}")
             return
 
         def note(text: str) -> None:
-            show(f"note: {text}", soft_wrap=True)
+            show(f"note: {text}")
 
         with interruptible():
             spec = convert_model(model, out, preset, adapter, architecture, note)
         merged = f" with {adapter}" if adapter else ""
-        show(f"{out}: quantized{merged} as {preset}, quantization spec {spec.digest()}", soft_wrap=True)
+        show(f"{out}: quantized{merged} as {preset}, quantization spec {spec.digest()}")

@@ -85,7 +85,7 @@ def submit(
 
         async def follow() -> None:
             async for text in client.tail_job_logs(job):
-                show(text.rstrip("\n"), soft_wrap=True)
+                show(text.rstrip("\n"))
 
         try:
             if not re.fullmatch(r"https?://[\w.\-:@\[\]]+/?", address, re.ASCII):  # Ray would import another scheme
@@ -95,7 +95,7 @@ def submit(
             job = client.submit_job(
                 entrypoint=f"cd {shlex.quote(os.getcwd())} && exec {shlex.join([*command, *flags])}"
             )
-            show(f"job      {job}", soft_wrap=True)
+            show(f"job      {job}")
             if wait:
                 asyncio.run(follow())
                 status = client.get_job_status(job)
@@ -108,10 +108,10 @@ def submit(
                 "Correct it; `ray start --head` prints it. For tokens, set RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH.",
             ) from None
         if wait:
-            show(f"job      {job}: {status}", soft_wrap=True)
+            show(f"job      {job}: {status}")
         else:
-            show(f"watch    ray job logs --follow --address {address} {job}", soft_wrap=True)
-            show(f"stop     ray job stop --address {address} {job}", soft_wrap=True)
+            show(f"watch    ray job logs --follow --address {address} {job}")
+            show(f"stop     ray job stop --address {address} {job}")
     end(not wait or status == JobStatus.SUCCEEDED)
 
 
@@ -122,7 +122,7 @@ def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of
 
         with interruptible():
             page, damage = write_report(run)
-        show(str(page), soft_wrap=True)
+        show(str(page))
     for line in damage:
         say_error(f"damaged: {line}")
 
@@ -172,7 +172,7 @@ def runs(
         if page is not None:
             with writing(page, "--page"):
                 write_comparison(page, found, tables)
-            show(str(page), soft_wrap=True)
+            show(str(page))
 
 
 def study(
@@ -224,5 +224,5 @@ def init(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folde
                 path.rename(folder / path.name)
             (folder / ".new").rmdir()
         for path in sorted(folder.iterdir()):
-            show(str(path), soft_wrap=True)
-        show(f"\ncd {folder} && fp8rl train spec.yaml", soft_wrap=True)
+            show(str(path))
+        show(f"\ncd {folder} && fp8rl train spec.yaml")

@@ -51,6 +51,14 @@ class AdapterSection(Section):
             return False
         return self.targets == "all" or matrix(row) in self.targets
 
+    def pair_of(self, row: TensorRow) -> tuple[str, str]:
+        """Return the names of a weight's A and B. If a layer's experts share them, they have no expert's number."""
+        name = row.name.removesuffix(f".{WEIGHT}")
+        if row.expert is not None and self.experts == "shared":
+            before, _, after = name.rpartition(f".{row.expert}.")
+            name = f"{before}.{after}"
+        return f"{name}.lora_A.{WEIGHT}", f"{name}.lora_B.{WEIGHT}"
+
 
 def matrix(row: TensorRow) -> str:
     """Return the name by which `targets` selects the matrix of a row."""
@@ -65,19 +73,17 @@ def adapter_rows(rows: Iterable[TensorRow], config: AdapterSection) -> Iterator[
     each rank has all of A. If they split the weight's columns, they split the columns of A, and each rank has all of B.
     """
     for row in filter(config.adapts, rows):
-        name, expert = row.name.removesuffix(f".{WEIGHT}"), row.expert
-        megatron, engine = row.megatron, row.engine
+        expert, megatron, engine = row.expert, row.megatron, row.engine
         if expert is not None and config.experts == "shared":
             if expert:
                 continue
-            before, _, after = name.rpartition(f".{expert}.")
-            name, expert = f"{before}.{after}", None
+            expert = None
             megatron = replace(megatron, parameter=megatron.parameter.removesuffix("0"))
             engine = replace(engine, index=None)
         rank, (n, k) = config.rank, row.shape
-        for letter, shape in (("A", (rank, k)), ("B", (n, rank))):
+        for letter, name, shape in zip("AB", config.pair_of(row), ((rank, k), (n, rank)), strict=True):
             yield TensorRow(
-                name=f"{name}.lora_{letter}.{WEIGHT}",
+                name=name,
                 shape=shape,
                 op=row.op,
                 layer=row.layer,

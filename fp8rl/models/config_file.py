@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from fp8rl.models.tensors import FP8_BLOCK
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.core.reading import read_json
 from fp8rl.numerics.ops.rope import Llama3, Scaling, Yarn
+
+T = TypeVar("T")
 
 LARGEST = 1 << 31
 """Sizes must be below this number. A larger one would cause endless work before the tensors show that it is wrong."""
@@ -64,7 +66,7 @@ class ConfigFile:
     def refusal(self, name: str, found: object, expected: str, remedy: str = "Restore the file.") -> UserError:
         return user_error(f"{self._key}: {name} in {self._path}", found=found, expected=expected, remedy=remedy)
 
-    def architecture(self, known: str = "the name of one") -> str:
+    def architecture(self, known: str) -> str:
         """Return the first of `architectures`. known: the expected values, for the error message."""
         found = self._values.get("architectures")
         name = found[0] if isinstance(found, list) and found else found
@@ -127,6 +129,13 @@ class ConfigFile:
             if not rotary_part and (part := self._rope(name).get("partial_rotary_factor")) not in (None, 1):
                 raise self._variant(f"{name}.partial_rotary_factor", part, "1")
 
+    def refuse_unfixed(self, model: str, **values: tuple[float, float]) -> None:
+        """Refuse values other than those that SGLang's code of a model fixes. values: (found, fixed) by key."""
+        for name, (found, fixed) in values.items():
+            if found != fixed:
+                remedy = f"Use another model: SGLang computes {model} with this value only."
+                raise self.refusal(name, found, f"{fixed:g}", remedy)
+
     def _rope(self, name: str) -> dict[str, Any]:
         """Return the description of the rotation under the key `name`; an empty one if it is null or missing."""
         rope = self._values.get(name)
@@ -140,9 +149,7 @@ class ConfigFile:
         known: the one method that is accepted.
         """
         found = {name: self._scaling_at(name, known) for name in _ROPE_PLACES if self._values.get(name) is not None}
-        if len(set(found.values())) > 1:
-            raise self.refusal("rope_scaling", found, "one scaling in all places", "Make them equal.")
-        return next(iter(found.values()), None)
+        return self._agreed("rope_scaling", found, "one scaling in all places")
 
     def _scaling_at(self, name: str, known: str | None, unused: Collection[str] = ()) -> Scaling | None:
         """Return the scaling that the key `name` describes. known: the accepted method, if any. unused: further keys
@@ -187,10 +194,7 @@ class ConfigFile:
 
     def rope_theta(self, default: float = 10000.0) -> float:
         """Return the base of the rotation, or transformers' default. All places of the config must agree."""
-        found = self._stated("rope_theta")
-        if len(set(found.values())) > 1:
-            raise self.refusal("rope_theta", found, "one value in all places", "Make them equal.")
-        return next(iter(found.values()), default)
+        return self._agreed("rope_theta", self._stated("rope_theta"), "one value in all places") or default
 
     def rotary_dim(self, head_dim: int, default: float) -> int:
         """Return how many channels of a head are rotated, from `partial_rotary_factor` in any place of the config."""
@@ -230,9 +234,13 @@ class ConfigFile:
     def one_of(self, *names: str) -> int:
         """Return a size that config.json may have under several keys, which must agree."""
         sizes = {name: self.size(name) for name in names if self._values.get(name) is not None}
-        if len(set(sizes.values())) > 1:
-            raise self.refusal(names[0], sizes, "one value in both spellings", "Make them equal.")
-        return next(iter(sizes.values())) if sizes else self.size(names[0])
+        return self._agreed(names[0], sizes, "one value in both spellings") or self.size(names[0])
+
+    def _agreed(self, name: str, found: Mapping[str, T], expected: str) -> T | None:
+        """Return the value that all places of `found` have; None: there is no place. name, expected: for a refusal."""
+        if len(set(found.values())) > 1:
+            raise self.refusal(name, found, expected, "Make them equal.")
+        return next(iter(found.values()), None)
 
     def size(self, name: str, default: int | None = None, if_null: Any = _UNSET) -> int:
         if name not in self._values and default is not None:

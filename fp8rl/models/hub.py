@@ -137,7 +137,7 @@ def _snapshot(
             )
         )
 
-    if (tree := read_tree_cache(str(repository), pinned)) is not None:  # by which nothing may be missing there
+    if (tree := read_tree_cache(str(repository), pinned)) is not None:  # which the client reads to know what is missing
         limits.expect(tree.values())
         with suppress(errors.LocalEntryNotFoundError):
             return snapshot(cached=True)

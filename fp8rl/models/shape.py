@@ -93,8 +93,7 @@ class Shape:
             groups += _groups(family.tensors(s, layers.start), s, family.part, layers)
         groups += _groups(last_tensors(s), s, "last")
         if s.tied:
-            (embedding,) = _groups(first_tensors(s), s, "last", tied=True)
-            groups.append(embedding)
+            groups += _groups(first_tensors(s), s, "last", tied=True)
         return tuple(groups)
 
     @cached_property

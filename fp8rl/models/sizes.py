@@ -133,8 +133,11 @@ class ModelSizes:
         return any(part in name for part in self.kept_in_layers)
 
 
-def family_sizes(config: ConfigFile, heads: int, kv_heads: int, head_dim: int) -> dict[str, Any]:
-    """Return all arguments of ModelSizes except the MLPs' arguments. Most architectures read them in the same way."""
+def family_sizes(
+    config: ConfigFile, heads: int, kv_heads: int, head_dim: int, norm_eps: float = 1e-6, theta: float = 1e4
+) -> dict[str, Any]:
+    """Return all arguments of ModelSizes except the MLPs' arguments. Most architectures read them in the same way.
+    norm_eps, theta: transformers' defaults for the norms' epsilon and the base of the rotation."""
     together = max(1, FP8_BLOCK // head_dim)  # heads of 64, as in Qwen2.5-0.5B and Llama-3.2-1B, fill a block in pairs
     return {
         "layers": config.size("num_hidden_layers"),
@@ -145,8 +148,8 @@ def family_sizes(config: ConfigFile, heads: int, kv_heads: int, head_dim: int) -
         "joined": 1 if FP8_BLOCK % head_dim or kv_heads % together else together,
         "rotary_dim": head_dim,
         "vocab_size": config.size("vocab_size"),
-        "norm_eps": config.number("rms_norm_eps", default=1e-6),
-        "rope_theta": config.rope_theta(),
+        "norm_eps": config.number("rms_norm_eps", default=norm_eps),
+        "rope_theta": config.rope_theta(theta),
         "max_positions": config.size("max_position_embeddings"),
         "tied": config.flag("tie_word_embeddings", default=False),
     }

@@ -145,9 +145,7 @@ class RolloutSection(Section):
 
     def running(self, cuda: bool) -> int | None:
         """Return the number of answers that an engine samples at a time. None: SGLang's own number."""
-        return (
-            min(self.max_running_requests or max(self.graphs), max(self.graphs)) if cuda else self.max_running_requests
-        )
+        return max(self.graphs) if cuda else self.max_running_requests
 
     def states(self, cuda: bool) -> int:
         """Return how many states of sequences an engine has, if the model has states in addition to a KV cache."""

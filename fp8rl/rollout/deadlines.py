@@ -68,11 +68,11 @@ async def end_process(process: asyncio.subprocess.Process, seconds: float = GRAC
         await within(seconds, process.wait())
 
 
-def kill_family(pid: int, *, itself: bool = True) -> list[psutil.Process]:
-    """Kill a process and all descendants that psutil still finds. Return them. itself: kill the process too."""
+def kill_family(pid: int) -> list[psutil.Process]:
+    """Kill a process and all descendants that psutil still finds. Return them."""
     try:
         process = psutil.Process(pid)
-        family = [*process.children(recursive=True), *([process] if itself else [])]
+        family = [*process.children(recursive=True), process]
     except psutil.NoSuchProcess:
         return []
     for member in family:

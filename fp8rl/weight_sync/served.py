@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from fp8rl.models import Model, read_model, text_config
-from fp8rl.models.checkpoint.peft import pair_of, read_adapter, read_config
+from fp8rl.models.checkpoint.peft import read_adapter, read_config
 from fp8rl.models.checkpoint.reading import kept_tensors, starting_weights
 from fp8rl.models.checkpoint.writing import INDEX, write_directory
 from fp8rl.models.shape import BF16_BYTES, FP32_BYTES, Shape, WeightGroup
@@ -174,7 +174,7 @@ def _merging(source: Path, model: Model, adapter: Path) -> Callable[[str, Tensor
     def add(name: str, weight: Tensor) -> Tensor:
         if not config.adapts(row := model.tensors[name]):
             return weight
-        a, b = (tensors[factor].to(weight.dtype) for factor in pair_of(row, config))
+        a, b = (tensors[factor].to(weight.dtype) for factor in config.pair_of(row))
         return merged(weight, LowRank(a, b, config.scale))
 
     return add

@@ -91,7 +91,7 @@ def _digits(number: int, turn: int) -> int:
 @asynccontextmanager
 async def _endpoint(tokenizer: Any) -> AsyncIterator[tuple[str, list[str]]]:
     """The endpoint, before an engine that takes its time and says what is given."""
-    endpoint, sampling = ProgramEndpoint(PARSER, ()), SamplingParams(1000, stop_token_ids=(tokenizer.eos_token_id,))
+    endpoint, sampling = ProgramEndpoint(()), SamplingParams(1000, stop_token_ids=(tokenizer.eos_token_id,))
     problem = Problem(QUESTION["content"], "#### 10")
     prompt = Prompt(problem, prompt_ids(tokenizer, problem))
     call = '<tool_call>\n{{"name": "add", "arguments": {{"a": {}, "b": 2}}}}\n</tool_call><|im_end|>'

@@ -176,7 +176,7 @@ def test_what_the_ranks_of_an_engine_hold_is_proven_part_by_part(engines: list[S
             for name, tensor in (served | {"model.norm.weight": norm}).items():
                 row = MODEL.tensors[name]
                 entries[place.label(name, row)] = tensor_digest(place.part(row, tensor))
-            said.append(Held(entries=entries).model_dump_json())
+            said.append(Held(entries=entries))
         return merged(said).entries
 
     served = WEIGHTS | {"model.layers.0.self_attn.q_proj.weight": torch.randn(256, 128).bfloat16()}

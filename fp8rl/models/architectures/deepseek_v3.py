@@ -15,6 +15,7 @@ from fp8rl.models.architecture import Architecture
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import latent, mlp
 from fp8rl.models.sizes import ModelSizes, family_sizes, sigmoid_router
+from fp8rl.models.tensors import FP8_BLOCK
 
 VARIANTS = {
     "hidden_act": "silu",
@@ -24,8 +25,6 @@ VARIANTS = {
     "rope_interleave": True,
 }
 """The only supported values of these keys."""
-BLOCK_OF_PAIR = 128
-"""Rows of a block. SGLang joins q_a_proj and kv_a_proj, and their scales, so q_a_proj must have whole blocks."""
 
 
 def sizes(config: ConfigFile) -> ModelSizes:
@@ -35,10 +34,13 @@ def sizes(config: ConfigFile) -> ModelSizes:
     return latent_sizes(config, config.size("first_k_dense_replace"), 2.5)
 
 
-def latent_sizes(config: ConfigFile, dense: int, factor: float, indexer: bool = False) -> ModelSizes:
+def latent_sizes(
+    config: ConfigFile, dense: int, factor: float, indexer: bool = False, norm_eps: float = 1e-6
+) -> ModelSizes:
     """Read the sizes of a model with latent attention and a sigmoid router, whose first `dense` layers are dense.
 
-    factor: the default of `SigmoidRouter.factor`. indexer: True if an indexer may choose keys."""
+    factor, norm_eps: the defaults of `SigmoidRouter.factor` and of the norms' epsilon. indexer: True if an indexer may
+    choose keys."""
     if indexer:
         config.refuse_variants(VARIANTS, scaled=True, layers=("deepseek_sparse_attention",))
     else:
@@ -47,13 +49,13 @@ def latent_sizes(config: ConfigFile, dense: int, factor: float, indexer: bool = 
     rope, q_rank = config.size("qk_rope_head_dim"), config.size("q_lora_rank", if_null=0)
     top_k, experts = config.size("num_experts_per_tok"), config.size("n_routed_experts")
     groups, kept = config.size("n_group"), config.size("topk_group")
-    if q_rank % BLOCK_OF_PAIR:
-        expected = f"a multiple of {BLOCK_OF_PAIR}, the quantization block: SGLang holds it and kv_a_proj as one weight"
+    if q_rank % FP8_BLOCK:  # SGLang joins the scales of both, too
+        expected = f"a multiple of {FP8_BLOCK}, the quantization block: SGLang holds it and kv_a_proj as one weight"
         raise config.refusal("q_lora_rank", q_rank, expected, "Use a model with such a rank.")
     if rope % 2:
         raise config.refusal("qk_rope_head_dim", rope, "an even number: rotary embeddings turn pairs")
     router = sigmoid_router(config, experts, groups, kept, top_k, factor)
-    family = family_sizes(config, heads, heads, config.size("qk_nope_head_dim") + rope)
+    family = family_sizes(config, heads, heads, config.size("qk_nope_head_dim") + rope, norm_eps)
     return ModelSizes(
         **family | {"rotary_dim": rope, "joined": 1},  # no keys and values of a head's own lie in a fused parameter
         ffn_size=config.size("intermediate_size"),

@@ -11,19 +11,15 @@ from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import attention, mlp
 from fp8rl.models.sizes import ModelSizes, family_sizes, sigmoid_router
 
-NORM_EPS = 1e-5
-
 
 def sizes(config: ConfigFile) -> ModelSizes:
     """Read the sizes. Absent keys have the defaults of transformers' Glm4MoeConfig."""
     config.refuse_variants({"hidden_act": "silu"}, rotary_part=True)
-    heads, hidden = config.size("num_attention_heads", default=96), config.size("hidden_size", default=4096)
+    heads, hidden = config.size("num_attention_heads", default=96), config.size("hidden_size")
     head_dim = config.size("head_dim", default=max(1, hidden // heads))
-    attention = family_sizes(config, heads, config.size("num_key_value_heads", default=8), head_dim)
-    attention |= {
-        "rotary_dim": config.rotary_dim(head_dim, default=0.5),
-        "norm_eps": config.number("rms_norm_eps", default=NORM_EPS),
-    }
+    kv_heads = config.size("num_key_value_heads", default=8)
+    attention = family_sizes(config, heads, kv_heads, head_dim, norm_eps=1e-5)
+    attention["rotary_dim"] = config.rotary_dim(head_dim, default=0.5)
     expert_size = config.size("moe_intermediate_size", default=1408)
     experts, groups = config.size("n_routed_experts", default=128), config.size("n_group", default=1)
     kept, top_k = config.size("topk_group", default=1), config.size("num_experts_per_tok", default=8)

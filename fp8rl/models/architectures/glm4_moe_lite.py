@@ -9,15 +9,12 @@ from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import latent, mlp
 from fp8rl.models.sizes import ModelSizes
 
-NORM_EPS = 1e-5
-
 
 def sizes(config: ConfigFile) -> ModelSizes:
     """Read the sizes. config.json must have every size. By default only the first layer is dense. `rms_norm_eps` has
     transformers' own default."""
     dense = config.dense_layers(config.size("first_k_dense_replace", default=1))
-    norm_eps = config.number("rms_norm_eps", default=NORM_EPS)
-    return replace(deepseek_v3.latent_sizes(config, dense, 1.8), norm_eps=norm_eps)
+    return deepseek_v3.latent_sizes(config, dense, 1.8, norm_eps=1e-5)
 
 
 ARCHITECTURE = replace(

@@ -13,7 +13,6 @@ from fp8rl.models.tensors import TensorRow
 
 PLACE = "block_sparse_moe."
 EXPERT = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
-THETA = 1e6
 VARIANTS = {"hidden_act": "silu", "sliding_window": None, "tie_word_embeddings": False}
 """The only values of these keys that SGLang's model and this project support."""
 
@@ -25,15 +24,9 @@ def sizes(config: ConfigFile) -> ModelSizes:
     kv_heads = config.size("num_key_value_heads", default=8)
     width = max(1, hidden // heads)
     head_dim = config.size("head_dim", default=width, if_null=width)
-    theta = config.rope_theta(THETA)
-    for name, found, fixed in (("head_dim", head_dim, hidden / heads), ("rope_theta", theta, int(theta))):
-        if found != fixed:
-            remedy = "Use another model: SGLang computes Mixtral with this value only."
-            raise config.refusal(name, found, f"{fixed:g}", remedy)
-    attention = family_sizes(config, heads, kv_heads, head_dim) | {
-        "norm_eps": config.number("rms_norm_eps", default=1e-5),
-        "rope_theta": theta,
-    }
+    attention = family_sizes(config, heads, kv_heads, head_dim, norm_eps=1e-5, theta=1e6)
+    theta = attention["rope_theta"]
+    config.refuse_unfixed("Mixtral", head_dim=(head_dim, hidden / heads), rope_theta=(theta, int(theta)))
     return ModelSizes(
         **attention,
         experts=config.one_of("num_local_experts", "num_experts"),

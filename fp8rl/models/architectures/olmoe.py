@@ -17,19 +17,16 @@ def sizes(config: ConfigFile) -> ModelSizes:
         qwen3.VARIANTS
         | {"clip_qkv": None, "sliding_window": None, "norm_topk_prob": False, "tie_word_embeddings": False}
     )
-    heads, hidden = config.size("num_attention_heads", default=16), config.size("hidden_size", default=2048)
+    heads, hidden = config.size("num_attention_heads", default=16), config.size("hidden_size")
     kv_heads = config.size("num_key_value_heads", default=heads, if_null=heads)
-    norm_eps = config.number("rms_norm_eps", default=NORM_EPS)
     head_dim = config.size("head_dim", default=max(1, hidden // heads))
-    for name, found, fixed in (
-        ("num_key_value_heads", kv_heads, heads),
-        ("rms_norm_eps", norm_eps, NORM_EPS),
-        ("head_dim", head_dim, hidden / heads),
-    ):
-        if found != fixed:
-            remedy = "Use another model: SGLang computes OLMoE with this value only."
-            raise config.refusal(name, found, f"{fixed:g}", remedy)
-    common = family_sizes(config, heads, kv_heads, head_dim) | {"norm_eps": norm_eps}
+    common = family_sizes(config, heads, kv_heads, head_dim, NORM_EPS)
+    config.refuse_unfixed(
+        "OLMoE",
+        num_key_value_heads=(kv_heads, heads),
+        rms_norm_eps=(common["norm_eps"], NORM_EPS),
+        head_dim=(head_dim, hidden / heads),
+    )
     return ModelSizes(
         **common,
         experts=config.one_of("num_experts", "num_local_experts"),

@@ -35,15 +35,6 @@ BASE = "base_digest"
 _PREFIX = "base_model.model."
 
 
-def pair_of(row: TensorRow, config: AdapterSection) -> tuple[str, str]:
-    """Return the names of a weight's A and B."""
-    name = row.name.removesuffix(f".{WEIGHT}")
-    if row.expert is not None and config.experts == "shared":
-        before, _, after = name.rpartition(f".{row.expert}.")
-        name = f"{before}.{after}"
-    return f"{name}.lora_A.{WEIGHT}", f"{name}.lora_B.{WEIGHT}"
-
-
 def base_digest(path: Path, model: Model) -> str:
     """Return a digest, 32 hex digits, of a directory's weights, in BF16 even if the files have another dtype."""
     return digest_of_all({name: tensor_digest(weight) for name, weight in starting_weights(path, model)})
@@ -78,7 +69,7 @@ def write_adapter(path: Path, tensors: Mapping[str, Tensor], model: Model, base:
     }
     written: dict[str, Tensor] = {}
     for row in adapted:
-        for letter, name in zip("AB", pair_of(row, config), strict=True):
+        for letter, name in zip("AB", config.pair_of(row), strict=True):
             tensor = tensors[name].detach().cpu()
             written[_key(row, letter)] = tensor.clone() if config.experts == "shared" else tensor.contiguous()
     with new_directory(path) as partial:
@@ -128,7 +119,7 @@ def read_adapter(path: Path, base: Path, model: Model, key: str) -> dict[str, Te
             remedy = "Give the model that they were trained on."
             raise user_error(key, found, f"the digest {ours} of {base}", remedy)
         for row in adapted:
-            for letter, name in zip("AB", pair_of(row, config), strict=True):
+            for letter, name in zip("AB", config.pair_of(row), strict=True):
                 tensor = file.get_tensor(_key(row, letter))
                 check_finite(_key(row, letter), tensor, key)
                 if name in tensors and not equal(tensors[name], tensor):

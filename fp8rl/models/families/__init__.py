@@ -8,7 +8,7 @@ runs Megatron's modules instead (`trainer.modules.native`). An architecture list
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fp8rl.models.program import ADD_NORM, EMBED, LINEAR, LOGPROBS, TOKENS, Fusion, Op
@@ -86,68 +86,64 @@ class Family:
 
 @dataclass(frozen=True)
 class PartNames:
-    """The beginnings of the tensors' names in one part of a layer: in the checkpoint, in Megatron, in the engine."""
+    """The beginnings of the tensors' names in one part of a layer."""
 
     layer: int
     inside: str
-    """The beginning in the checkpoint, and as a rule in the engine, such as `model.layers.3.self_attn.`"""
+    """The beginning in the checkpoint and in the engine, such as `model.layers.3.self_attn.`"""
     there: str
     """The beginning in Megatron, such as `decoder.layers.3.self_attention.`"""
-    served: str
-    """The beginning in the engine, if the checkpoint has another one."""
 
     @classmethod
-    def of(cls, layer: int, inside: str, there: str, served: str | None = None) -> PartNames:
-        before = f"model.layers.{layer}."
-        in_engine = inside if served is None else served
-        return cls(layer, f"{before}{inside}", f"decoder.layers.{layer}.{there}", f"{before}{in_engine}")
+    def of(cls, layer: int, inside: str, there: str) -> PartNames:
+        return cls(layer, f"model.layers.{layer}.{inside}", f"decoder.layers.{layer}.{there}")
 
-    def product(
+    def tensor(
         self,
         name: str,
-        shape: tuple[int, int],
+        shape: tuple[int, ...],
         *,
         op: str,
-        kind: str | None,
         megatron: str,
         engine: str | None = None,
+        index: int | None = None,
         split: int | None = None,
         kv_heads: int | None = None,
         fused: bool = False,
         layout: Literal["rows", "heads"] = "rows",
         groups: int | None = None,
+        buffer: bool = False,
         **more: Any,
     ) -> TensorRow:
-        """Return the row of a product's weight. engine: the parameter that holds it; None: `name`. split, kv_heads,
-        fused, layout, groups: as in :class:`models.tensors.Location`."""
+        """Return the row of a tensor. engine: the parameter that holds it; None: `name`. index, split, kv_heads and
+        fused are of the engine's :class:`models.tensors.Location`; layout, groups and buffer are of Megatron's."""
         return TensorRow(
-            name=f"{self.inside}{name}.weight",
+            name=f"{self.inside}{name}",
             shape=shape,
             op=op,
             layer=self.layer,
-            kind=kind,
-            product=True,
-            engine=Location(f"{self.served}{engine or name}.weight", split=split, kv_heads=kv_heads, fused=fused),
-            megatron=Location(f"{self.there}{megatron}.weight", layout=layout, groups=groups),
+            engine=Location(f"{self.inside}{engine or name}", index=index, split=split, kv_heads=kv_heads, fused=fused),
+            megatron=Location(f"{self.there}{megatron}", layout=layout, groups=groups, buffer=buffer),
             **more,
         )
 
-    def norm(self, name: str, size: int, *, op: str, megatron: str) -> TensorRow:
-        """Return the row of a norm's weight. megatron: the whole name of its parameter."""
-        row = norm(f"{self.inside}{name}.weight", size, op, self.layer, f"{self.there}{megatron}")
-        return replace(row, engine=Location(f"{self.served}{name}.weight"))
+    def product(
+        self, name: str, shape: tuple[int, int], *, megatron: str, engine: str | None = None, **more: Any
+    ) -> TensorRow:
+        """Return the row of a product's weight, as `tensor` does. All names are without `.weight`."""
+        engine = f"{engine or name}.weight"
+        return self.tensor(f"{name}.weight", shape, engine=engine, megatron=f"{megatron}.weight", product=True, **more)
 
-
-def norm(name: str, size: int, op: str, layer: int | None, megatron: str) -> TensorRow:
-    """Return the row of a norm's weight. Every rank of trainer and engine has the whole weight."""
-    return TensorRow(name=name, shape=(size,), op=op, layer=layer, engine=Location(name), megatron=Location(megatron))
+    def norm(self, name: str, size: int, *, op: str, megatron: str, **more: Any) -> TensorRow:
+        """Return the row of a norm's weight, which every rank of trainer and engine has whole. megatron: the whole name
+        of its parameter."""
+        return self.tensor(f"{name}.weight", (size,), op=op, megatron=megatron, **more)
 
 
 def norm_before(op: Literal["input", "post"], sizes: ModelSizes, layer: int, megatron: str) -> TensorRow:
     """Return the row of the norm before a layer's attention (`input`) or after it. megatron: its name in the layer."""
     name = {"input": "input_layernorm", "post": "post_attention_layernorm"}[op]
-    there = f"decoder.layers.{layer}.{megatron}"
-    return norm(f"model.layers.{layer}.{name}.weight", sizes.hidden_size, f"{op}_norm", layer, there)
+    return PartNames.of(layer, "", "").norm(name, sizes.hidden_size, op=f"{op}_norm", megatron=megatron)
 
 
 def attention_activations(sizes: ModelSizes, value_dim: int) -> Activations:
@@ -198,7 +194,13 @@ def first_tensors(sizes: ModelSizes) -> Iterator[TensorRow]:
 
 
 def last_tensors(sizes: ModelSizes) -> Iterator[TensorRow]:
-    yield norm("model.norm.weight", sizes.hidden_size, "final_norm", None, "decoder.final_layernorm.weight")
+    yield TensorRow(
+        name="model.norm.weight",
+        shape=(sizes.hidden_size,),
+        op="final_norm",
+        engine=Location("model.norm.weight"),
+        megatron=Location("decoder.final_layernorm.weight"),
+    )
     if not sizes.tied:
         yield TensorRow(
             name="lm_head.weight",

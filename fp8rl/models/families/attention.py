@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from fp8rl.models.program import (
     norm_weight,
 )
 from fp8rl.models.sizes import ModelSizes
-from fp8rl.models.tensors import Location, TensorRow
+from fp8rl.models.tensors import TensorRow
 from fp8rl.numerics import ops
 
 
@@ -43,11 +44,10 @@ HEAD_NORM = OpForm(
     part="norm",
     compute=lambda host, site, x: (ops.rms_norm(x, norm_weight(host, site), host.sizes.norm_eps),),
 )
-HEADS_NORM = OpForm(
+HEADS_NORM = replace(
+    HEAD_NORM,
     name="heads_norm",
     shapes="[T, heads, D] -> the same, normed over all heads of a token together",
-    constants=(EPS,),
-    part="norm",
     compute=_heads_norm,
 )
 QKV = OpForm(
@@ -105,28 +105,15 @@ def attention_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
     hidden, head_dim, at = sizes.hidden_size, sizes.head_dim, PartNames.of(layer, "self_attn.", "self_attention.")
     kv_heads = sizes.kv_heads
     projections = (("q_proj", sizes.heads, None), ("k_proj", kv_heads, kv_heads), ("v_proj", kv_heads, kv_heads))
+    of_qkv: dict[str, Any] = {"op": "qkv", "split": 0, "layout": "heads"}
     yield norm_before("input", sizes, layer, "self_attention.linear_qkv.layer_norm_weight")
     for name, heads, copied in projections:
-        yield at.product(
-            *(name, (heads * head_dim, hidden)),
-            op="qkv",
-            kind=name,
-            engine="qkv_proj",
-            split=0,
-            kv_heads=copied,
-            megatron="linear_qkv",
-            layout="heads",
-        )
+        shape = heads * head_dim, hidden
+        yield at.product(name, shape, kind=name, engine="qkv_proj", megatron="linear_qkv", kv_heads=copied, **of_qkv)
     if sizes.qkv_bias:
+        of_qkv |= {"engine": "qkv_proj.bias", "megatron": "linear_qkv.bias"}
         for name, heads, copied in projections:
-            yield TensorRow(
-                name=f"{at.inside}{name}.bias",
-                shape=(heads * head_dim,),
-                op="qkv",
-                layer=layer,
-                engine=Location(f"{at.inside}qkv_proj.bias", split=0, kv_heads=copied),
-                megatron=Location(f"{at.there}linear_qkv.bias", layout="heads"),
-            )
+            yield at.tensor(f"{name}.bias", (heads * head_dim,), kv_heads=copied, **of_qkv)
     if sizes.head_norms is not None:
         together = sizes.head_norms == "together"
         for name, heads in (("q", sizes.heads), ("k", sizes.kv_heads)):

@@ -18,7 +18,7 @@ from torch import Tensor
 from fp8rl.models.families import Activations, Family, PartNames, Widths, norm_before
 from fp8rl.models.program import ADD_NORM, EPS, LINEAR, Host, Op, OpForm, OpSite
 from fp8rl.models.sizes import ModelSizes
-from fp8rl.models.tensors import Location, TensorRow
+from fp8rl.models.tensors import TensorRow
 from fp8rl.numerics import ops
 
 IN_FP32: dict[str, Any] = {"served": torch.float32, "trained": torch.float32}
@@ -159,40 +159,24 @@ def gated_delta_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
     consecutive whole heads. Checkpoints have this order only if they are `joined`."""
     own, hidden = sizes.of(GatedDelta), sizes.hidden_size
     at, parts = PartNames.of(layer, "linear_attn.", "self_attention."), (own.keys, own.keys, own.values)
-    yield norm_before("input", sizes, layer, "input_layernorm.weight")
+    by_head: dict[str, Any] = {"layout": "heads", "groups": own.key_heads}
     into: dict[str, Any] = {"op": "in_proj", "engine": "in_proj_qkvz", "split": 0, "megatron": "in_proj"}
-    gates: dict[str, Any] = {"op": "gates", "engine": "in_proj_ba", "split": 0, "megatron": "gate_proj", "kind": None}
-    gates["small"] = True
+    gates: dict[str, Any] = {"op": "gates", "engine": "in_proj_ba", "split": 0, "megatron": "gate_proj", "small": True}
+    yield norm_before("input", sizes, layer, "input_layernorm.weight")
     if own.joined:
         yield at.product("in_proj_qkvz", (2 * (own.keys + own.values), hidden), kind="in_proj_qkvz", **into)
         yield at.product("in_proj_ba", (2 * own.value_heads, hidden), **gates)
     else:
-        by_head: dict[str, Any] = {"layout": "heads", "groups": own.key_heads}
         yield at.product("in_proj_qkv", (own.channels, hidden), kind="in_proj_qkv", parts=parts, **into, **by_head)
         yield at.product("in_proj_z", (own.values, hidden), kind="in_proj_z", **into, **by_head)
         for name in ("in_proj_b", "in_proj_a"):
             yield at.product(name, (own.value_heads, hidden), **gates, **by_head)
-    yield TensorRow(
-        name=f"{at.inside}conv1d.weight",
-        shape=(own.channels, 1, own.taps),
-        op="conv",
-        layer=layer,
-        engine=Location(f"{at.served}conv1d.weight", split=0),
-        megatron=Location(f"{at.there}conv1d.weight", layout="heads", groups=own.key_heads),
-        parts=parts,
-    )
+    conv, shape = "conv1d.weight", (own.channels, 1, own.taps)
+    yield at.tensor(conv, shape, op="conv", split=0, megatron=conv, parts=parts, **by_head)
     for name in ("A_log", "dt_bias"):
-        yield TensorRow(
-            name=f"{at.inside}{name}",
-            shape=(own.value_heads,),
-            op="delta",
-            layer=layer,
-            engine=Location(f"{at.served}{name}", split=0),
-            megatron=Location(f"{at.there}{name}"),
-            **IN_FP32,
-        )
-    yield replace(at.norm("norm", own.value_dim, op="gated_norm", megatron="out_norm.weight"), **IN_FP32)
-    yield at.product(*("out_proj", (hidden, own.values)), op="out_proj", kind="out_proj", split=1, megatron="out_proj")
+        yield at.tensor(name, (own.value_heads,), op="delta", split=0, megatron=name, **IN_FP32)
+    yield at.norm("norm", own.value_dim, op="gated_norm", megatron="out_norm.weight", **IN_FP32)
+    yield at.product("out_proj", (hidden, own.values), op="out_proj", kind="out_proj", split=1, megatron="out_proj")
 
 
 def _activations(sizes: ModelSizes) -> Activations:

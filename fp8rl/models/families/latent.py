@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,28 +83,21 @@ def latent_attention_ops(sizes: ModelSizes) -> tuple[Op, ...]:
 
 def latent_attention_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
     latent, hidden, at = sizes.of(Latent), sizes.hidden_size, PartNames.of(layer, "self_attn.", "self_attention.")
-    queries, narrow = sizes.heads * sizes.head_dim, (latent.kv_rank + latent.rope_dim, hidden)
+    rows, narrow = sizes.heads * sizes.head_dim, latent.kv_rank + latent.rope_dim
     yield norm_before("input", sizes, layer, "input_layernorm.weight")
+    down: dict[str, Any] = {"op": "kv_a"}
     if latent.q_rank:
-        module, down = "fused_qkv_a_proj_with_mqa", "linear_kv_down_proj"
-        yield at.product(
-            *("q_a_proj", (latent.q_rank, hidden)),
-            op="qkv_a",
-            kind="q_a_proj",
-            engine=module,
-            fused=True,
-            megatron="linear_q_down_proj",
-        )
-        yield at.product(
-            "kv_a_proj_with_mqa", narrow, op="qkv_a", kind="kv_a_proj", engine=module, fused=True, megatron=down
-        )
+        down = {"op": "qkv_a", "engine": "fused_qkv_a_proj_with_mqa", "fused": True}
+        yield at.product("q_a_proj", (latent.q_rank, hidden), kind="q_a_proj", megatron="linear_q_down_proj", **down)
+    else:
+        yield at.product("q_proj", (rows, hidden), op="q", kind="q_b_proj", split=0, megatron="linear_q_proj")
+    name = "kv_a_proj_with_mqa"
+    yield at.product(name, (narrow, hidden), kind="kv_a_proj", megatron="linear_kv_down_proj", **down)
+    if latent.q_rank:
         inside_up = "linear_q_up_proj.layer_norm_weight"
         yield at.norm("q_a_layernorm", latent.q_rank, op="q_a_norm", megatron=inside_up)
-        up = queries, latent.q_rank
+        up = rows, latent.q_rank
         yield at.product("q_b_proj", up, op="q_b", kind="q_b_proj", split=0, megatron="linear_q_up_proj")
-    else:
-        yield at.product("q_proj", (queries, hidden), op="q", kind="q_b_proj", split=0, megatron="linear_q_proj")
-        yield at.product("kv_a_proj_with_mqa", narrow, op="kv_a", kind="kv_a_proj", megatron="linear_kv_down_proj")
     inside_up = "linear_kv_up_proj.layer_norm_weight"
     yield at.norm("kv_a_layernorm", latent.kv_rank, op="attention", megatron=inside_up)
     both = sizes.heads * (sizes.plain_dim + latent.value_dim), latent.kv_rank

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from torch import Tensor
 from fp8rl.models.families import Activations, Family, PartNames, Widths, mlp_activations, norm_before
 from fp8rl.models.program import ADD_NORM, LINEAR, Host, Op, OpForm, OpSite
 from fp8rl.models.sizes import ModelSizes
-from fp8rl.models.tensors import Location, TensorRow
+from fp8rl.models.tensors import TensorRow
 from fp8rl.numerics import ops
 
 
@@ -41,10 +43,10 @@ TOPK = OpForm(
         site, partial(ops.route, logits.flatten(0, -2), host.sizes.top_k, host.sizes.renormalize)
     ),
 )
-SIGMOID_TOPK = OpForm(
+SIGMOID_TOPK = replace(
+    TOPK,
     name="sigmoid_topk",
     shapes="as topk, for experts that are chosen by sigmoid + bias",
-    part="router",
     compute=_sigmoid_topk,
     formats={
         **dict.fromkeys(("router.logits", "router.probabilities"), "fp32"),
@@ -58,14 +60,13 @@ EXPERTS = OpForm(
     compute=lambda host, site, x, probs, chosen, rows=None: (host.experts(site, x, probs, chosen, rows),),
     takes_rows=True,
 )
-EXPERTS_AND_SHARED = OpForm(
+EXPERTS_AND_SHARED = replace(
+    EXPERTS,
     name="experts_and_shared",
     shapes="x [T, H], probabilities, chosen, output of shared experts [T, H] -> the sum [T, H]; `each` as of experts",
-    part="experts",
     compute=lambda host, site, x, probs, chosen, shared, rows=None: (
         host.experts(site, x, probs, chosen, rows) + shared,
     ),
-    takes_rows=True,
 )
 
 SHARED_GATE = OpForm(
@@ -113,15 +114,9 @@ def dense_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
 
 def _mlp(at: PartNames, hidden: int, width: int, ops: str = "") -> Iterator[TensorRow]:
     """Yield the rows of one MLP. ops: the beginning of the names of its ops."""
+    both: dict[str, Any] = {"op": f"{ops}gate_up", "engine": "gate_up_proj", "split": 0, "megatron": "linear_fc1"}
     for name in ("gate_proj", "up_proj"):
-        yield at.product(
-            *(name, (width, hidden)),
-            op=f"{ops}gate_up",
-            kind=name,
-            engine="gate_up_proj",
-            split=0,
-            megatron="linear_fc1",
-        )
+        yield at.product(name, (width, hidden), kind=name, **both)
     yield at.product("down_proj", (hidden, width), op=f"{ops}down", kind="down_proj", split=1, megatron="linear_fc2")
 
 
@@ -133,47 +128,33 @@ def moe_tensors(
     hidden, width, at = sizes.hidden_size, sizes.expert_size, PartNames.of(layer, "mlp.", "mlp.")
     served = router or (torch.float32 if sizes.sigmoid_router else torch.bfloat16)
     yield norm_before("post", sizes, layer, "pre_mlp_layernorm.weight")
-    yield at.product("gate", (sizes.experts, hidden), op="router", kind=None, megatron="router", served=served)
+    yield at.product("gate", (sizes.experts, hidden), op="router", megatron="router", served=served)
     if sizes.sigmoid_router:
-        yield TensorRow(
-            name=f"{at.inside}gate.e_score_correction_bias",
-            shape=(sizes.experts,),
-            op="topk",
-            layer=layer,
-            engine=Location(f"{at.inside}gate.e_score_correction_bias"),
-            megatron=Location(f"{at.there}router.expert_bias", buffer=True),
-            served=torch.float32,
-        )
+        bias: dict[str, Any] = {"megatron": "router.expert_bias", "buffer": True, "served": torch.float32}
+        yield at.tensor("gate.e_score_correction_bias", (sizes.experts,), op="topk", **bias)
     for expert in range(sizes.experts):
         for name, shape, parameter, fc in (
             ("gate_proj", (width, hidden), "w13_weight", "linear_fc1"),
             ("up_proj", (width, hidden), "w13_weight", "linear_fc1"),
             ("down_proj", (hidden, width), "w2_weight", "linear_fc2"),
         ):
-            yield TensorRow(
-                name=f"{at.inside}{experts}.{expert}.{name}.weight",
-                shape=shape,
+            yield at.tensor(
+                f"{experts}.{expert}.{name}.weight",
+                shape,
                 op="experts",
-                layer=layer,
                 expert=expert,
                 kind=f"experts.{name}",
                 product=True,
-                engine=Location(f"{at.inside}experts.{parameter}", index=expert),
-                megatron=Location(f"{at.there}experts.{fc}.weight{expert}"),
+                engine=f"experts.{parameter}",
+                index=expert,
+                megatron=f"experts.{fc}.weight{expert}",
             )
     if sizes.shared_size:
         of_shared = PartNames.of(layer, f"mlp.{shared}.", f"mlp.{_SHARED}.")
         yield from _mlp(of_shared, hidden, sizes.shared_size, "shared_")
     if sizes.shared_gate:
-        yield TensorRow(
-            name=f"{at.inside}{shared}_gate.weight",
-            shape=(1, hidden),
-            op="shared_gate",
-            layer=layer,
-            product=True,
-            engine=Location(f"{at.inside}{shared}_gate.weight"),
-            megatron=Location(f"{at.there}{_SHARED}.gate_weight"),
-        )
+        name = f"{shared}_gate.weight"
+        yield at.tensor(name, (1, hidden), op="shared_gate", product=True, megatron=f"{_SHARED}.gate_weight")
 
 
 def _of_experts(sizes: ModelSizes) -> Activations:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -162,13 +162,8 @@ def release(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
         return ReleaseMemoryOccupationReqOutput()
     if WEIGHTS in recv_req.tags:
         state().weights.release()
-    waiting = self.scheduler.waiting_queue
-    if not any(request.kv.holds_kv for request in waiting):
-        self.scheduler.waiting_queue = []
-    try:
+    with _hidden_queue(self.scheduler):
         answer = original(self, recv_req)
-    finally:
-        self.scheduler.waiting_queue = waiting
     saved, runner = self.memory_saver_adapter.enabled, self.tp_worker.model_runner
     for tag in recv_req.tags:
         state().released[tag] = [] if saved else freed(_tensors(runner, tag))
@@ -250,9 +245,9 @@ def _tensors(runner: Any, tag: str) -> Iterator[Tensor]:
 
 # Hooks that make a pause safe for an update of the weights, and put its idle time to use.
 #
-# `/pause_generation {"mode": "retract"}` frees the KV cache of every running request and puts it back into the
-# scheduler's queue, tokens and log-probabilities kept; resumed, its prefix is prefilled again, under the weights of
-# then.
+# `/pause_generation {"mode": "retract"}` frees the KV cache of every running request, and puts the request back into
+# the scheduler's queue with its tokens and log-probabilities. After the pause its prefix is prefilled again, by the new
+# weights.
 
 
 def flush_cache(original: Callable[..., bool], self: Any, empty_cache: bool = True) -> bool:
@@ -262,13 +257,20 @@ def flush_cache(original: Callable[..., bool], self: Any, empty_cache: bool = Tr
     flush while any request waits, and during an update this ends the server. SGLang's other conditions still apply:
     nothing runs, and no chunk is being prefilled.
     """
-    if not self._engine_paused or any(request.kv.holds_kv for request in self.waiting_queue):
+    with _hidden_queue(self) if self._engine_paused else nullcontext():
         return original(self, empty_cache)
-    waiting, self.waiting_queue = self.waiting_queue, []
+
+
+@contextmanager
+def _hidden_queue(scheduler: Any) -> Iterator[None]:
+    """Let a scheduler seem to have no waiting requests inside the block, if none of them has a KV cache."""
+    waiting = scheduler.waiting_queue
+    if not any(request.kv.holds_kv for request in waiting):
+        scheduler.waiting_queue = []
     try:
-        return original(self, empty_cache)
+        yield
     finally:
-        self.waiting_queue = waiting
+        scheduler.waiting_queue = waiting
 
 
 def process_input_requests(result: None, self: Any, recv_reqs: list[Any]) -> None:

@@ -37,8 +37,7 @@ def check_table(model: nn.Module, definition: Model) -> None:
         )
 
 
-# Adapters: SGLang knows none of them, so they stand beside its fused parameters, and our loader takes what is sent of
-# them.
+# Adapters. SGLang does not know them, so their parameters stand beside its fused parameters, and our loader fills them.
 
 
 @dataclass(frozen=True)

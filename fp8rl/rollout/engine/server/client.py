@@ -166,19 +166,16 @@ class EngineClient:
         """End a pause."""
         await self.admin("/continue_generation")
 
-    async def release(self, tags: Sequence[str] = RELEASED) -> None:
-        """Release memory of the paused engine (`protocol.RELEASED`). Its contents are lost."""
-        await self.admin("/release_memory_occupation", tags=list(tags))
-
     async def occupy(self, *tags: str) -> None:
         """Allocate released memory again, without its contents. Memory that was not released does not change."""
         await self.admin("/resume_memory_occupation", tags=list(tags))
 
     async def sleep(self) -> Slept:
-        """Release weights, KV cache and CUDA graphs. Unfinished answers wait. A sync wakes the engine."""
+        """Release weights, KV cache and CUDA graphs, whose contents are lost. Unfinished answers wait. A sync wakes the
+        engine."""
         await self.pause("retract")
         before = await self.memory()
-        await self.release()
+        await self.admin("/release_memory_occupation", tags=list(RELEASED))
         after = await self.memory()
         given = (b.weights + b.kv_cache - a.weights - a.kv_cache for b, a in zip(before, after, strict=True))
         return Slept(max(given), max(rank.in_use for rank in after))
@@ -189,23 +186,14 @@ class EngineClient:
 
     async def update_weights_from_tensor(self, payloads: list[str], weight_version: int) -> None:
         """Load serialized buckets. payloads: one for each TP rank, base64 of SGLang's MultiprocessingSerializer."""
-        await self.admin(
-            "/update_weights_from_tensor",
-            serialized_named_tensors=payloads,
-            load_format="flattened_bucket",
-            flush_cache=False,
-            weight_version=str(weight_version),
+        await self._update(
+            "/update_weights_from_tensor", weight_version, "flattened_bucket", serialized_named_tensors=payloads
         )
 
     async def update_weights_from_disk(self, model_path: str | Path, weight_version: int) -> None:
         """Load the safetensors of a model directory."""
-        await self.admin(
-            "/update_weights_from_disk",
-            model_path=str(model_path),
-            load_format="auto",  # not that of the start, which may have been without weights
-            flush_cache=False,
-            weight_version=str(weight_version),
-        )
+        # `auto` is not the format of the start, which may have been without weights.
+        await self._update("/update_weights_from_disk", weight_version, "auto", model_path=str(model_path))
 
     async def join_weights_group(
         self, name: str, address: str, port: int, rank: int, world_size: int, backend: str
@@ -229,16 +217,15 @@ class EngineClient:
         tensors: (HF name, torch's name of the dtype, shape) of each. All are broadcast end to end as one uint8 tensor.
         """
         names, dtypes, shapes = zip(*tensors)
-        await self.admin(
-            "/update_weights_from_distributed",
-            group_name=name,
-            names=names,
-            dtypes=dtypes,
-            shapes=shapes,
-            load_format="flattened_bucket",
-            flush_cache=False,
-            weight_version=str(weight_version),
+        sent = {"names": names, "dtypes": dtypes, "shapes": shapes}
+        await self._update(
+            "/update_weights_from_distributed", weight_version, "flattened_bucket", group_name=name, **sent
         )
+
+    async def _update(self, path: str, weight_version: int, load_format: str, **body: Any) -> None:
+        """Let the server load weights, and leave its cache as it is (`pause`)."""
+        fixed = {"load_format": load_format, "flush_cache": False, "weight_version": str(weight_version)}
+        await self.admin(path, **fixed, **body)
 
     async def leave_weights_group(self, name: str) -> None:
         """Undo `join_weights_group`."""
@@ -249,7 +236,7 @@ class EngineClient:
 
     async def commit(self, version: int) -> protocol.Held:
         """Rebuild the GEMM operands of the engine's weights, and set the weights' version. Return their digests."""
-        return merged(await self._ask_plugin("commit", version=str(version)))
+        return merged(await self._of_ranks(protocol.Held, "commit", version=str(version)))
 
     async def map_base(self, address: str) -> int:
         """Let the engine read weights at this address (`numerics.core.memory`). Return their size in bytes.
@@ -260,7 +247,7 @@ class EngineClient:
 
     async def manifest(self) -> protocol.Held:
         """Return the digests of the engine's weights."""
-        return merged(await self._ask_plugin("manifest"))
+        return merged(await self._of_ranks(protocol.Held, "manifest"))
 
     async def probe(self, recording: Path) -> str:
         """Run the engine's ops on the trainer's recording, a file that both sides can read. The results are in the file
@@ -269,8 +256,7 @@ class EngineClient:
 
     async def formats(self, sequences: Sequence[Sequence[int]]) -> list[list[Sighting]]:
         """Return the formats of the tensors of a forward pass over these tokens, in each of the engine's ranks."""
-        answers = await self._ask_plugin("formats", sequences=json.dumps(sequences))
-        return [TypeAdapter(list[Sighting]).validate_json(each) for each in answers]
+        return await self._of_ranks(list[Sighting], "formats", sequences=json.dumps(sequences))
 
     async def report(self) -> protocol.EngineReport:
         """Return the report of the engine, which must be the same on all its ranks."""
@@ -278,11 +264,11 @@ class EngineClient:
 
     async def inventory(self) -> list[tuple[Holding, ...]]:
         """Return for each rank of the engine the tensors that it has."""
-        return [TypeAdapter(tuple[Holding, ...]).validate_json(each) for each in await self._ask_plugin("inventory")]
+        return await self._of_ranks(tuple[Holding, ...], "inventory")
 
     async def memory(self) -> list[protocol.Memory]:
         """Return for each rank of the engine the bytes that it has in use."""
-        return [protocol.Memory.model_validate_json(answer) for answer in await self._ask_plugin("memory")]
+        return await self._of_ranks(protocol.Memory, "memory")
 
     async def ping(self) -> str | None:
         """Return the scheduler's weight version. The scheduler answers also during long requests and pauses."""
@@ -300,6 +286,11 @@ class EngineClient:
         """Return the JSON answer of each rank's plugin. Raises EngineError: there is no plugin, or the call failed."""
         ranks = (await self.admin("/weights_checker", action=to_action(call, **arguments)))["ranks"]
         return [from_checksums(rank["checksums"]) for rank in ranks]
+
+    async def _of_ranks(self, kind: type[Answer], call: str, **arguments: str) -> list[Answer]:
+        """Return the answer of each rank's plugin, parsed as `kind`. Raises EngineError as `_ask_plugin` does."""
+        of_kind = TypeAdapter(kind)
+        return [of_kind.validate_json(answer) for answer in await self._ask_plugin(call, **arguments)]
 
     async def _agreed(self, kind: type[Answer], call: str, **arguments: str) -> Answer:
         """Return the plugin's answer, parsed as `kind`. Raises EngineError also if the answers of ranks differ."""
@@ -342,11 +333,11 @@ class EngineClient:
         return response
 
 
-def merged(answers: list[str]) -> protocol.Held:
+def merged(answers: list[protocol.Held]) -> protocol.Held:
     """Merge the manifests of all ranks. Different digests of a tensor are joined to a text that equals no digest."""
     entries: dict[str, str] = {}
     for answer in answers:
-        for name, digest in protocol.Held.model_validate_json(answer).entries.items():
+        for name, digest in answer.entries.items():
             known = entries.setdefault(name, digest)
             entries[name] = known if known == digest else f"{known} and {digest} on another rank"
     return protocol.Held(entries=entries)

@@ -34,44 +34,44 @@ async def single_turn(conversation: Conversation) -> None:
     await conversation.sample()
 
 
-def load_environment(config: EnvironmentSection, key: str = "environment") -> Environment:
-    """Load the function that `config` names, with its `kwargs`. For `harness` load its program. Raises UserError, which
-    names `key`: there is no such function, its module cannot be imported, it is not `async`, or it cannot be called
-    with a conversation and `kwargs`."""
+def load_environment(config: EnvironmentSection) -> Environment:
+    """Load the function that `config` names, with its `kwargs`. For `harness` load its program. Raises UserError: there
+    is no such function, its module cannot be imported, it is not `async`, or it cannot be called with a conversation
+    and `kwargs`."""
     if config.function == HARNESS:
-        return _harness(config, key)
+        return _harness(config)
     if (example := _EXAMPLES.get(config.function)) is not None:
-        remedy = f"Copy {example}."
-        raise user_error(f"{key}.function", config.function, "a function of a file, as this is now an example", remedy)
+        expected = "a function of a file, as this is now an example"
+        raise user_error("environment.function", config.function, expected, f"Copy {example}.")
     if config.harness is not None:
         found, expected = f"a program beside function={config.function}", f"function={HARNESS}, which runs it"
-        remedy = f"Set {key}.function={HARNESS}, or remove {key}.harness."
-        raise user_error(f"{key}.harness", found, expected, remedy)
-    environment = _coroutine(config.function, f"{key}.function", BUILT_IN, ["a conversation"], config.kwargs)
+        remedy = f"Set environment.function={HARNESS}, or remove environment.harness."
+        raise user_error("environment.harness", found, expected, remedy)
+    environment = _coroutine(config.function, "environment.function", BUILT_IN, ["a conversation"], config.kwargs)
     return partial(environment, **config.kwargs)
 
 
-def _harness(config: EnvironmentSection, key: str) -> Harness:
+def _harness(config: EnvironmentSection) -> Harness:
     harness = config.harness or HarnessSection()
     if config.kwargs or bool(harness.command) == (harness.program is not None):
         found = "kwargs" if config.kwargs else "both" if harness.command else "neither"
         remedy = "Write harness: {command: [python, agent.py]}, or harness: {program: agent.py:solve}."
-        raise user_error(f"{key}.harness", found, "either a command or a program", remedy)
+        raise user_error("environment.harness", found, "either a command or a program", remedy)
     if harness.tool_parser is not None and harness.tool_parser not in (known := parsers()):
         expected = f"one that SGLang has: {', '.join(sorted(known))}"
         remedy = "Choose the format of the model's family."
-        raise user_error(f"{key}.harness.tool_parser", harness.tool_parser, expected, remedy)
+        raise user_error("environment.harness.tool_parser", harness.tool_parser, expected, remedy)
     if harness.program is not None:
         given = ["a base URL", "a key", "the problem"]
-        return Harness(harness, _coroutine(harness.program, f"{key}.harness.program", {}, given, {}))
+        return Harness(harness, _coroutine(harness.program, "environment.harness.program", {}, given, {}))
     if harness.directory is not None and not os.path.isdir(harness.directory):
-        raise user_error(f"{key}.harness.directory", harness.directory, "a folder", "Correct the path.")
+        raise user_error("environment.harness.directory", harness.directory, "a folder", "Correct the path.")
     program = harness.command[0]
-    if os.sep in program:  # a relative one, which no file says, is relative to where it runs
+    if os.sep in program:  # a path that is still relative is relative to where it runs
         program = os.path.join(os.path.abspath(harness.directory or "."), program)
     if shutil.which(program) is None:
         expected = f"a program that can be run, by its path or in PATH, which is {os.environ.get('PATH', os.defpath)}"
-        raise user_error(f"{key}.harness.command", program, expected, "Correct its path, or install it.")
+        raise user_error("environment.harness.command", program, expected, "Correct its path, or install it.")
     return Harness(harness, None)
 
 
@@ -87,7 +87,7 @@ def _coroutine(
     try:
         signature.bind(*[None] * len(given), **kwargs)
     except TypeError as error:
-        key = f"{key.removesuffix('.function')}.kwargs" if key.endswith(".function") else key
+        key = "environment.kwargs" if key == "environment.function" else key
         found, expected = f"{label}({', '.join(signature.parameters)})", f"a function of {', '.join([*given, *kwargs])}"
         remedy = "Correct kwargs, or the function's parameters."
         raise user_error(key, found, f"{expected}; {error}", remedy) from error

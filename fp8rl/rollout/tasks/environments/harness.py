@@ -54,7 +54,7 @@ class Harness:
     def __init__(self, config: HarnessSection, program: Program | None) -> None:
         """program: the function to run in place of the command."""
         self._config, self._program = config, program
-        self._endpoint = ProgramEndpoint(config.tool_parser, config.override)
+        self._endpoint = ProgramEndpoint(config.override)
 
     async def __call__(self, conversation: Conversation) -> Any:
         """Run the program, and return its result.
@@ -131,8 +131,8 @@ def _end_of(file: IO[bytes], count: int) -> str:
 class ProgramEndpoint:
     """The server of the API. Its handlers run in the event loop that opens it. After `open`, `url` is its base URL."""
 
-    def __init__(self, tool_parser: str | None, override: Collection[str]) -> None:
-        self._tool_parser, self._override = tool_parser, override
+    def __init__(self, override: Collection[str]) -> None:
+        self._override = override
         self._open: dict[str, Recording] = {}
         self._runner: web.AppRunner | None = None
         self._opening = asyncio.Lock()
@@ -190,12 +190,6 @@ class ProgramEndpoint:
             raise recording.no_room("messages" if chat else "prompt") from None
         sampling, vocabulary = recording.conversation.sampling, len(recording.conversation.tokenizer)
         asked = read_request(body, chat, sampling, self._override, vocabulary)
-        if asked.may_call and self._tool_parser is None:
-            raise Refusal(
-                "tools: found tools, but no parser for the model's tool calls, expected "
-                "environment.harness.tool_parser to be set. Set it to SGLang's name of the format",
-                "tools",
-            )
         answer = await recording.answer(asked)
         if not asked.stream:
             return web.json_response(answer.completion(chat))

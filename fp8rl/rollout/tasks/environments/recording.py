@@ -67,6 +67,12 @@ class Recording:
 
         Raises Refusal: there is no room for the turn, or the request does not let the model answer.
         """
+        if request.may_call and self._tool_parser is None:
+            raise Refusal(
+                "tools: found tools, but no parser for the model's tool calls, expected "
+                "environment.harness.tool_parser to be set. Set it to SGLang's name of the format",
+                "tools",
+            )
         if not self._left:
             raise Refusal(
                 f"found more than {self._most} requests, expected at most this number "

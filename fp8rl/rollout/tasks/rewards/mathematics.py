@@ -22,7 +22,7 @@ _BEFORE, _AFTER = r"(?<![\w)\]}*\\$])", r"(?![\w*$])"
 _UNIT = r"(?:[mck]?m|m?[lL]|ft|in|yd|mi|k?g|lb|s|sec|min|h|hr|day|yr)(?:\^(?:\d|\{-?\d\})|[²³])?"
 
 _RULES = [
-    # Signs that LaTeX writes otherwise.
+    # Signs for which LaTeX has another form.
     (r"[−–‐‑﹣](?=[\d.$\\])", "-"),
     (r"≈|~=", r"\\approx "),
     (r"\s*°", r"^{\\circ}"),
@@ -41,7 +41,7 @@ _RULES = [
     # Blanks of LaTeX and Unicode. A negative one joins what is beside it.
     (r"(?<!\\)\\!", ""),
     (r"(?<!\\)(?:~|\\[,:; ]|\\(?:thin|med|thick|en)space(?![A-Za-z]))|[\u00a0\u2000-\u200a\u202f\u3000]", " "),
-    # Units that math-verify would take for variables: it knows single ones alone.
+    # Units that math-verify would take for variables. It knows only single units.
     (rf"(?<=\d)\s+{_UNIT}(?:\s*/\s*{_UNIT})*(?=\s*(?:[.,]?\s*$|\}}|\\?\$))", ""),
     # Markdown: code, bold and italic; and the same as HTML.
     (r"`+", " "),

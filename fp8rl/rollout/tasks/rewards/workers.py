@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import resource
@@ -13,9 +12,11 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
+from fp8rl.rollout.tasks.environments.supervisor import DEATH_SIGNAL, prctl
 from fp8rl.rollout.tasks.named_functions import Numbers
 from fp8rl.rollout.tasks.rewards import RewardSection, load_function
 
@@ -90,16 +91,12 @@ class _Worker:
         if self._process is None:
             return
         process, self._process = self._process, None
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         process.wait()
         process.stdout.close()  # type: ignore[union-attr]
-        try:
+        with suppress(BrokenPipeError):  # an unsent question
             process.stdin.close()  # type: ignore[union-attr]
-        except BrokenPipeError:
-            pass  # an unsent question
 
 
 def _asked(process: subprocess.Popen[str], question: Any, seconds: float) -> dict[str, Any]:
@@ -126,8 +123,7 @@ def main() -> None:
     function's own input and output are /dev/null.
     """
     # Even within a regular expression that would go on for years, where no thread of this process gets a turn.
-    kill_at_parents_death = 1  # PR_SET_PDEATHSIG
-    ctypes.CDLL(None, use_errno=True).prctl(kill_at_parents_death, signal.SIGKILL)
+    prctl(DEATH_SIGNAL, signal.SIGKILL)
     requests, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w", buffering=1)
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):

@@ -414,7 +414,7 @@ def test_headers_that_drip_end_the_connection(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(harness_module, "_HEADERS_S", 0.3)
 
     async def dripped() -> None:
-        endpoint = ProgramEndpoint(None, ())
+        endpoint = ProgramEndpoint(())
         await endpoint.open()
         port = int(endpoint.url.rpartition(":")[2].removesuffix("/v1"))
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
