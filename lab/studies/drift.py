@@ -9,12 +9,13 @@ that decide whether anything collapses come first. `fp8rl study drift` judges th
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
 from fp8rl.rl.record.metrics_log import Row
-from lab.studies.harness import figures, live
+from lab.studies.harness import figures, live, retries
 from lab.studies.harness.biased import Bias
 from lab.studies.harness.claims import claims_of
 from lab.studies.harness.kept_runs import Job, Settings, by_arm, collapsed, draw_curve, go_on, mean_tables
@@ -27,6 +28,8 @@ STEPS, QUICK_STEPS = 300, 2
 SEEDS = 5
 SPAN = 20
 """Steps that the points of a curve are the means of."""
+TEACHER = RUNS / "GRPO_exact_0/model"
+"""What a run of the study has learnt, for distillation."""
 
 BASE: Settings = {
     "rollout.prompts_per_step": 8,
@@ -43,10 +46,10 @@ ALGORITHMS: dict[str, Settings] = {
     "REINFORCE below zero": {"algorithm": f"{{name: '{REINFORCE}', baseline: 1.0}}"},
     "REINFORCE": {"algorithm": f"{{name: '{REINFORCE}'}}"},
     "PPO, not whitened": {"algorithm": "{name: ppo, whiten_advantages: false, critic: {lr: 1.0e-3}}"},
-    "distillation": {
-        "algorithm": "{name: opd}",
-        "rollout.temperature": 1.0,
-        "teacher.path": RUNS.resolve() / "GRPO_exact_0/model",
+    "distillation": {"algorithm": "{name: opd}", "rollout.temperature": 1.0, "teacher.path": TEACHER.resolve()},
+    "GRPO, wrong answers longer": {
+        "model.path": retries.model_in(RUNS).resolve(),
+        "rollout.max_new_tokens": retries.LONGEST,
     },
     "GRPO, one step off": {"rollout.staleness": 1, "algorithm.ratio": "recompute"},
     "GRPO, three steps off": {"rollout.staleness": 3, "algorithm.ratio": "recompute"},
@@ -83,6 +86,7 @@ CHOSEN: dict[str, Sequence[str]] = {
     "distillation": (*SOME, "native FP8", "BF16 trainer"),
     "GRPO, one step off": SOME[:2],
     "GRPO, three steps off": SOME[:2],
+    "GRPO, wrong answers longer": SOME[:2],
 }
 """The arms of each algorithm."""
 FIRST = (
@@ -113,7 +117,21 @@ def arms() -> Iterator[tuple[str, Settings, Bias | None]]:
 
 def jobs(seeds: Sequence[int], folder: Path = RUNS, kept: Path = KEPT, steps: int = STEPS) -> list[Job]:
     """Every run; a seed's runs of all arms come before the next seed's."""
-    return [Job(arm, seed, steps, folder, kept, outcome, own, bias) for seed in seeds for arm, own, bias in arms()]
+    made: dict[str, Callable[[], object]] = {
+        "distillation": make_teacher,
+        "GRPO, wrong answers longer": partial(retries.make, RUNS),
+    }
+    return [
+        Job(arm, seed, steps, folder, kept, outcome, own, bias, made.get(arm.partition(": ")[0]))
+        for seed in seeds
+        for arm, own, bias in arms()
+    ]
+
+
+def make_teacher() -> None:
+    """Make the run again whose model distillation learns from, unless this machine has made it."""
+    if not TEACHER.is_dir():
+        next(job for job in jobs([0]) if job.name == TEACHER.parent.name).train()
 
 
 def measure(lab: Lab) -> Measurement:

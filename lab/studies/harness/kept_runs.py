@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from fp8rl.numerics.core.files import append_line
 from fp8rl.rl.record.metrics_log import Row, read_metrics
 from lab.studies.harness import figures, live
@@ -41,6 +43,8 @@ class Job:
     settings: Settings = field(default_factory=dict)
     bias: Bias | None = None
     """Of its engine."""
+    prepare: Callable[[], object] | None = None
+    """Makes the model that its settings name, if this machine has not made it."""
 
     @property
     def name(self) -> str:
@@ -60,15 +64,23 @@ class Job:
         """Begin the run, or resume it, unless it is finished or the time, in seconds as `time.time` counts, is over."""
         if self.outcome() is not None or time.time() > until:
             return
+        if self.prepare is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with FileLock(self.folder / "prepare.lock"):  # other runs may need the same model
+                self.prepare()
+        self.train()
+        self.kept.parent.mkdir(parents=True, exist_ok=True)
+        outcome = self.summary(self.rows())
+        append_line(self.kept, json.dumps({"arm": self.arm, "seed": self.seed, "outcome": outcome}))
+
+    def train(self) -> None:
+        """Train until its last step, from the last checkpoint if there is one."""
         often = min(self.steps, EVALUATED_EVERY)
         settings = {"checkpoint.every": often, "eval.every": often, **self.settings}
         settings |= {"run.seed": self.seed, "run.steps": self.steps}
         resume = any((self.folder / self.name / "checkpoints").glob("*"))
         spec = live.EXAMPLES / "arithmetic.yaml"
         trained(spec, self.folder, self.name, settings, resume=resume, environment=environment(self.bias))
-        self.kept.parent.mkdir(parents=True, exist_ok=True)
-        outcome = self.summary(self.rows())
-        append_line(self.kept, json.dumps({"arm": self.arm, "seed": self.seed, "outcome": outcome}))
 
 
 def by_arm(jobs: Sequence[Job]) -> tuple[dict[str, dict[str, list[float]]], list[str]]:
