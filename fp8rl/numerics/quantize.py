@@ -85,6 +85,11 @@ class QuantizedTensor:
     def nbytes(self) -> int:
         return self.data.nbytes + self.scale_inv.nbytes
 
+    def chunk(self, slices: int, axis: int) -> list[QuantizedTensor]:
+        """Return views of equal slices along an axis. A slice must hold whole groups."""
+        parts = zip(self.data.chunk(slices, axis), self.scale_inv.chunk(slices, axis), strict=True)
+        return [QuantizedTensor(data, scale_inv, self.spec) for data, scale_inv in parts]
+
     def transposed(self) -> QuantizedTensor:
         """Return a copy [..., columns, rows]. Blocks must be square."""
         data = self.data.view(torch.uint8).transpose(-1, -2).contiguous().view(self.data.dtype)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fp8rl.models import architecture, load_architecture, read_model
+from fp8rl.models import architecture, load_architecture, read_model, read_shape
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.run.engines.serving import expected_report
@@ -164,5 +164,8 @@ def test_the_engine_gives_the_trainers_bits_after_each_update(model: Path, layou
                 trainer.train_step(batch, cross_entropy(batch))
                 problems = push(trainer, TensorTransport(1 << 20), NUMERICS.rollout_spec, [endpoint], step + 1)[2]
                 assert problems == []
+            (memory,) = runner.run(engine.memory())
+            states = memory.kv_cache - read_shape(model).kv_bytes() * (16384 + 1)
+            assert states > 0 and states % read_shape(model).request_bytes() == 0, "beside the latents of one layer"
         finally:
             runner.run(engine.stop())

@@ -6,13 +6,13 @@ rollouts/ahead_N.jsonl: answers for later steps on which trainer and engine were
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, TypeAdapter
-from pydantic_core import to_json
 
 from fp8rl.numerics.core.files import write_atomically
 from fp8rl.numerics.core.reading import BadLine, json_lines
@@ -101,7 +101,9 @@ def _line(record: RolloutRecord | ScoredRecord) -> str:
     values = dict(vars(record))  # `asdict` would copy every token
     if values.get("supports", ()) is None:
         del values["supports"]  # older files have no such key
-    return to_json(values, inf_nan_mode="null").decode() + "\n"
+    for name in ("rollout_logprobs", "train_logprobs"):
+        values[name] = [x if math.isfinite(x) else None for x in values[name]]
+    return json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 ROLLOUT = TypeAdapter(RolloutRecord)

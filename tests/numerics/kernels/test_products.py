@@ -65,6 +65,23 @@ def test_fp8_linear(spec, backward):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backward", ("fp8", "bf16"))
+def test_slices_of_a_rank_add_up_to_the_product_in_slices(backward):
+    """As in a trainer with fewer ranks than slices."""
+
+    def run():
+        x, w = random(33, 512).requires_grad_(), random(192, 512, seed=1, scale=0.1).requires_grad_()
+        operand = ops.trained_operand(w.detach(), POW2.weight)
+        parts = ops.partial_sums(2, x, w, operand, POW2, backward)
+        whole = ops.fp8_linear(x.detach(), w.detach(), operand, POW2, backward, k_splits=2)
+        assert torch.equal(ops.merge_partials(parts, x.dtype), whole)
+        return with_gradients(ops.merge_partials(parts, x.dtype), x, w)
+
+    for found, expected in both(run):
+        assert_close(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backward", ("fp8", "bf16"))
 def test_norm_and_product_are_the_two_ops(backward):
     def leaves():
         weight = random(128, 256, seed=1, scale=0.1).requires_grad_()

@@ -32,6 +32,11 @@ class WeightOperand:
         """Return [..., K, N], for the gradient of the input."""
         return self.codes.transposed() if self.quantized_transpose is None else self.quantized_transpose
 
+    def chunk(self, slices: int, axis: int) -> list[WeightOperand]:
+        """Return the operands of equal slices of K, as `partial_sums` cuts weights [N, K] on their last axis."""
+        codes, other = self.codes.chunk(slices, axis), self.quantized_transpose
+        return list(map(WeightOperand, codes, [None] * slices if other is None else other.chunk(slices, 0)))
+
     def dequantized(self) -> Tensor:
         """Return [..., N, K], for gradients in BF16; not kept."""
         return self.codes.dequantize()

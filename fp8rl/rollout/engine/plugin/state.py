@@ -113,14 +113,14 @@ def inventory(weights: ServedWeights, runner: Any) -> tuple[Holding, ...]:
 
 def cache_buffers(runner: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) for the tensors in which layers keep past tokens, such as the KV cache."""
-    pool = runner.token_to_kv_pool
+    pool, states = runner.token_to_kv_pool, _linear_attention(runner)
+    # Beside linear attention, a pool of its own has the layers that keep keys.
+    keeping, layers = (pool, None) if states is None else (pool.full_kv_pool, pool.full_attention_layer_id_mapping)
     for kind in ("k", "v", "kv"):  # `kv` of latent attention
-        for layer, buffer in enumerate(getattr(pool, f"{kind}_buffer", None) or ()):
+        buffers = getattr(keeping, f"{kind}_buffer", None) or ()
+        for layer, buffer in zip(layers or range(len(buffers)), buffers, strict=False):
             yield f"{kind} of layer {layer}", buffer
-    if (states := _linear_attention(runner)) is not None:
-        for layer, place in pool.full_attention_layer_id_mapping.items():
-            yield f"k of layer {layer}", pool.full_kv_pool.k_buffer[place]
-            yield f"v of layer {layer}", pool.full_kv_pool.v_buffer[place]
+    if states is not None:
         yield "rows of short convolutions", states.conv[0]
 
 
