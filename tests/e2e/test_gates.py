@@ -333,7 +333,7 @@ def test_a_capsule_is_explained_by_the_command(run: RunDir, stacks: None) -> Non
     assert str(report.findings[0]).startswith(says)
     ending = [(each.key, each.grade) for each in report.findings[-2:]]
     assert ending == [("trainer", "error"), ("mismatch/bias", "ok")]
-    assert found["live_abs_diff_mean"] == 0
+    assert found["live_abs_diff_mean"] == 0 and found["wrong"] == [], "the engine's weights were those of the sync"
 
 
 def test_routes_are_replayed_from_the_step_on_in_which_they_differ(faulty: tuple[RunDir, Faults]) -> None:

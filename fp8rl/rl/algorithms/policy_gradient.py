@@ -101,7 +101,7 @@ class PolicyGradient(AlgorithmConfig):
     @model_validator(mode="after")
     def _settings_agree(self) -> Self:
         rejection = self.rejection
-        if self.ratio == "bypass" and self.correction.rejects:
+        if self.ratio == "bypass" and (rejection is not None or self.veto is not None):
             found = f"rejection {rejection.name}" if rejection else f"veto={self.veto:g}"
             raise ValueError(
                 f"found {found} with ratio=bypass, expected none: the old log-probabilities are then the engine's, and "

@@ -1,7 +1,7 @@
 """The arithmetic task with answers of up to 160 tokens, of which the longer ones are more often wrong.
 
-An answer is one attempt at the running totals or several, the last of which counts. Later attempts err more often. M is
-taught such answers first: `model(folder)` makes it.
+An answer is one attempt at the running totals or several, the last of which counts. Later attempts err more often.
+`make` teaches M such answers first.
 """
 
 from __future__ import annotations
