@@ -130,6 +130,9 @@ def test_experts_of_a_trainer_have_the_bits_of_an_engine_and_gradients_of_the_pa
         assert all(map(same, trained, passed(partial(run, op=OPS["routed_experts"]), x, probs, *leaves)))
         with torch.no_grad():
             assert same(run(x, probs, *leaves), trained[0])
+        for kept in (0, 1):  # the others are frozen, as below adapters
+            found = passed(lambda *given, kept=kept: run(*given, *leaves[kept:]), x, probs, *leaves[:kept])
+            assert all(map(same, found, trained[: 3 + kept]))
 
 
 @pytest.mark.parametrize("longest", (40, 1100), ids=("one chunk", "chunks over programs"))
