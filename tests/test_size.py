@@ -13,14 +13,14 @@ LINES = {
     "rl": 12_972,
     "diagnose": 3_848,
     "cli": 1_748,
-    "tests": 41_738,
+    "tests": 41_742,
 }
 """Lines of Python files, blank ones and comments too. `cli` is what lies in fp8rl/ beside the packages.
 
 A ceiling may only fall. Whoever makes a folder smaller lowers its number. To raise one takes a commit of its own, whose
 message has the reason.
 """
-WORDS = 63_229
+WORDS = 63_259
 """Words of the Markdown pages in docs/."""
 SLACK = 100
 """Lines, or tens of words, by which a ceiling may be above what is there."""
