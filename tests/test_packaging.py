@@ -49,7 +49,7 @@ CUDA_MODULES = {
     "transformer_engine": ["transformer-engine"],
 }
 
-OWN = {"fp8rl", "fp8rl_certify", "lab", "tests"}  # certify is installed beside, and its absence is a sentence
+OWN = {"fp8rl", "fp8rl_certify", "examples", "lab", "tests"}  # without certify a sentence says so
 
 cpu_install = pytest.mark.skipif(
     importlib.util.find_spec("fp8rl_cpu_stubs") is None, reason="the lock and the stubs belong to the CPU install"
