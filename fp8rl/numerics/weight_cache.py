@@ -138,15 +138,10 @@ class Frozen:
         held = QuantizedTensor(self.held.data[index], self.held.scale_inv[index], self.held.spec)
         return dataclasses.replace(self, held=held)
 
-    def columns(self, part: int, parts: int) -> Frozen:
-        """Return slice `part` of `parts` equal slices of K, each of whole blocks of scales."""
-        data, scales = (x.chunk(parts, -1) for x in (self.held.data, self.held.scale_inv))
-        return dataclasses.replace(self, held=QuantizedTensor(data[part], scales[part], self.held.spec))
-
     def chunk(self, parts: int, axis: int) -> list[Frozen]:
-        """Return all slices of K (axis -1), as torch cuts a tensor."""
+        """Return equal slices of K (axis -1), each of whole blocks of scales."""
         assert axis == -1, axis
-        return [self.columns(part, parts) for part in range(parts)]
+        return [dataclasses.replace(self, held=held) for held in self.held.chunk(parts, axis)]
 
 
 def _rows(x: Tensor, order: Tensor, block: int) -> Tensor:

@@ -194,7 +194,7 @@ def _frozen(
     axis: int | None,
 ) -> Frozen:
     if axis == 1:
-        return Frozen(held).columns(rank, ranks)
+        return Frozen(held).chunk(ranks, -1)[rank]
     block = held.spec.group
     if ranks == 1 and rows[0].megatron.layout == "rows":
         return Frozen(held)

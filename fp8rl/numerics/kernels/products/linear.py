@@ -33,9 +33,10 @@ class WeightOperand:
         return self.codes.transposed() if self.quantized_transpose is None else self.quantized_transpose
 
     def chunk(self, slices: int, axis: int) -> list[WeightOperand]:
-        """Return the operands of equal slices of K, as `partial_sums` cuts weights [N, K] on their last axis."""
+        """Return equal slices of K (axis -1), each of whole blocks of scales."""
+        assert axis == -1, axis
         codes, other = self.codes.chunk(slices, axis), self.quantized_transpose
-        return list(map(WeightOperand, codes, [None] * slices if other is None else other.chunk(slices, 0)))
+        return list(map(WeightOperand, codes, [None] * slices if other is None else other.chunk(slices, -2)))
 
     def dequantized(self) -> Tensor:
         """Return [..., N, K], for gradients in BF16; not kept."""

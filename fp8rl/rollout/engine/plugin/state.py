@@ -117,9 +117,9 @@ def cache_buffers(runner: Any) -> Iterator[tuple[str, Tensor]]:
     # Beside linear attention, a pool of its own has the layers that keep keys.
     keeping, layers = (pool, None) if states is None else (pool.full_kv_pool, pool.full_attention_layer_id_mapping)
     for kind in ("k", "v", "kv"):  # `kv` of latent attention
-        buffers = getattr(keeping, f"{kind}_buffer", None) or ()
-        for layer, buffer in zip(layers or range(len(buffers)), buffers, strict=False):
-            yield f"{kind} of layer {layer}", buffer
+        if buffers := getattr(keeping, f"{kind}_buffer", None):
+            for layer, buffer in zip(layers or range(len(buffers)), buffers, strict=True):
+                yield f"{kind} of layer {layer}", buffer
     if states is not None:
         yield "rows of short convolutions", states.conv[0]
 
