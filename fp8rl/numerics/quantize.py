@@ -96,8 +96,20 @@ class QuantizedTensor:
         return QuantizedTensor(data, self.scale_inv.transpose(-1, -2).contiguous(), self.spec)
 
     def dequantize(self, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
-        """Return data * scale_inv, computed in FP32; `dtype` defaults to the narrowest that is exact for the spec."""
-        return dequantize(self.data, self.scale_inv, self.spec, dtype, out)
+        """Return data * scale_inv in FP32, rounded once to `dtype` (default: the narrowest that is exact for the spec).
+
+        out: contiguous, of data's shape, to write into; it is returned. New memory takes longer to get than to fill.
+        """
+        matrix = _as_matrices(self.data, self.spec)
+        blocks = _to_blocks(matrix, self.spec)
+        scale = self.scale_inv.reshape(blocks.shape[0], 1, blocks.shape[2], 1)
+        if out is not None:
+            if blocks.numel() == self.data.numel():  # no ragged edges: `out` has the same blocks
+                _write_scaled(blocks, scale, out.view(blocks.shape))
+                return out
+            return out.copy_(self.dequantize(out.dtype))
+        values = _scaled(blocks, scale, dtype or self.spec.dequantized_dtype)
+        return _from_blocks(values, matrix.shape).reshape(self.data.shape)
 
 
 NamedWeight = tuple[str, Tensor | QuantizedTensor]
@@ -170,25 +182,6 @@ def scale_shape(shape: Sequence[int], spec: TensorSpec) -> tuple[int, ...]:
     if spec.granularity == "block":
         return (*shape[:-2], -(-shape[-2] // spec.group), blocks)
     return (*shape[:-1], blocks)
-
-
-def dequantize(
-    data: Tensor, scale_inv: Tensor, spec: TensorSpec, dtype: torch.dtype | None = None, out: Tensor | None = None
-) -> Tensor:
-    """Return data * scale_inv in FP32, rounded once to `dtype` (default: the narrowest that is exact for the spec).
-
-    out: contiguous, of data's shape, to write into; it is returned. New memory takes longer to get than to fill.
-    """
-    matrix = _as_matrices(data, spec)
-    blocks = _to_blocks(matrix, spec)
-    scale = scale_inv.reshape(blocks.shape[0], 1, blocks.shape[2], 1)
-    if out is not None:
-        if blocks.numel() == data.numel():  # no ragged edges: `out` has the same blocks
-            _write_scaled(blocks, scale, out.view(blocks.shape))
-            return out
-        return out.copy_(dequantize(data, scale_inv, spec, out.dtype))
-    values = _scaled(blocks, scale, dtype or spec.dequantized_dtype)
-    return _from_blocks(values, matrix.shape).reshape(data.shape)
 
 
 def fake_quantize(x: Tensor, spec: TensorSpec, dtype: torch.dtype | None = None) -> Tensor:

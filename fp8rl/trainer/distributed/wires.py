@@ -25,7 +25,7 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 from torch import Tensor, nn
 
 from fp8rl.numerics.backend.dispatch import note
-from fp8rl.numerics.quantize import block_amax, dequantize, quantize, quantize_by, scale_shape
+from fp8rl.numerics.quantize import QuantizedTensor, block_amax, quantize, quantize_by, scale_shape
 from fp8rl.numerics.rounding import scale_from_amax
 from fp8rl.numerics.spec import TensorSpec
 from fp8rl.trainer.config import GradientWire
@@ -107,7 +107,7 @@ def reduce_scatter(gradients: Tensor, wire: Narrow, ranks: dist.ProcessGroup) ->
         quantized = quantize(torch.where(parts.isfinite(), parts, math.nan), SPECS[wire])
         payloads = [quantized.data, quantized.scale_inv.contiguous()]
         codes, scale_inv = (_exchanged(payload, ranks) for payload in payloads)
-        values = dequantize(codes, scale_inv, quantized.spec)
+        values = QuantizedTensor(codes, scale_inv, quantized.spec).dequantize()
     note("gradient.wire", payloads[0])
     total = values[0]
     for other in values[1:]:
@@ -165,9 +165,8 @@ def gather_weights(buffer: Tensor, in_fp8: Iterable[tuple[nn.Parameter, TensorSp
     note("wire.weights", *codes)
     sent += _exchange(buffer, weights, codes, parts, ranks)
     for weight, amax, whole in zip(weights, amaxes, codes, strict=True):
-        spec = weight.spec
-        scale = scale_from_amax(amax, spec.dtype, spec.scale, weight.data.dtype)
-        dequantize(whole, 1.0 / scale, spec, out=weight.data)
+        scale = scale_from_amax(amax, weight.spec.dtype, weight.spec.scale, weight.data.dtype)
+        QuantizedTensor(whole, 1.0 / scale, weight.spec).dequantize(out=weight.data)
     return sent
 
 
