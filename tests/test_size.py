@@ -5,15 +5,15 @@ import pytest
 from tests.support.paths import ROOT
 
 LINES = {
-    "numerics": 10_695,
+    "numerics": 10_691,
     "models": 5_324,
-    "trainer": 8_411,
+    "trainer": 8_410,
     "rollout": 7_785,
     "weight_sync": 1_412,
     "rl": 12_972,
     "diagnose": 3_848,
     "cli": 1_748,
-    "tests": 41_742,
+    "tests": 41_741,
 }
 """Lines of Python files, blank ones and comments too. `cli` is what lies in fp8rl/ beside the packages.
 

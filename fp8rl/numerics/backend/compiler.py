@@ -34,7 +34,10 @@ def enable_compiler() -> bool:
 
     inductor.compile_threads = 1  # no pool of compiler processes beside a trainer or an engine
     inductor.cpp.vec_isa_ok = True  # trust the CPU's flags: trying each instruction set takes a process
-    codecache._HEADER_DIR = os.path.join(codecache.cache_dir(), "precompiled_headers")  # not into an engine's scratch
+    # Not in a process's own temporary folder. A header that two write at once, under a lock each, is broken: a compiler
+    # that reads it takes all memory.
+    codecache._HEADER_DIR = os.path.join(codecache.cache_dir(), "precompiled_headers")
+    codecache._HEADER_LOCK_DIR = os.path.join(codecache._HEADER_DIR, "locks")
     dynamo.recompile_limit = 64  # a size of 1 is compiled apart, for each dimension
     shapes.use_duck_shape = False  # sizes that happen to be equal in one call are not the same in the next
     _enabled = _enabled or _compiles()
