@@ -57,10 +57,8 @@ def memory(spec: str, overrides: Sequence[str], machine: Machine) -> list[Findin
     from fp8rl.diagnose.plan.subject import read_plan_subject
     from fp8rl.rl.experiment.budget.job import gpu_named
 
-    name = machine.gpus[0].name.removeprefix("NVIDIA ") if machine.torch_sees else "h100"
-    name = name.partition(" ")[0].partition("-")[0]
     try:
-        gpu = gpu_named(name)
+        gpu = gpu_named(machine.gpus[0].name if machine.torch_sees else "h100")
         plan = make_plan(read_plan_subject(spec, overrides), gpu)
     except UserError:  # of a GPU that the plan does not know, or of what has been found already
         return []
@@ -70,5 +68,5 @@ def memory(spec: str, overrides: Sequence[str], machine: Machine) -> list[Findin
     found = f"{size - slack / 1e9:.1f} of {size:.0f} GB on the fullest {gpu.name}"
     if slack >= 0:
         return [Finding("memory", found, grade="note")]
-    remedy = f"`fp8rl plan {spec} --gpu {name.lower()} --fit` looks for keys with which it fits."
+    remedy = f"`fp8rl plan {spec} --gpu {gpu.name.lower().replace(' ', '-')} --fit` looks for keys with which it fits."
     return [Finding("memory", found, "a run that fits", remedy, "warning")]

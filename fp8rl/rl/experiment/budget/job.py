@@ -44,7 +44,7 @@ GPUS = {
     "a100": Gpu("A100 SXM 80GB", (8, 0), 79 * _GIB),
 }
 _SAYS_NOTHING = re.compile(
-    r"nvidia|geforce|rtx|blackwell|server|workstation|edition|sxm\d?|nvl|(80|141|96|48|24)gb|[^a-z0-9]"
+    r"nvidia|geforce|rtx|blackwell|server|workstation|edition|sxm\d?( ac)?|pcie|nvl|(80|141|96|48|24)gb|hbm\d|[^a-z0-9]"
 )
 """Parts of a GPU's name that are not needed to tell it from the other GPUs of the table."""
 

@@ -9,6 +9,7 @@ import yaml
 
 from fp8rl.diagnose.plan.subject import read_plan_subject
 from fp8rl.models.shape import Shape
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.budget.job import GPUS, GPUS_PER_NODE, gpu_named
 from fp8rl.rl.experiment.preconditions.rules import Target, check_target, engine_ranks
@@ -83,6 +84,10 @@ def test_a_cluster_that_is_not_ours_is_looked_at_when_the_run_is_placed(monkeypa
     assert "rollout.tp: found '2 with numerics.mode=native on CPUs'" in str(refusal)
 
 
-def test_a_gpu_is_found_by_the_names_that_people_write() -> None:
-    for name, key in (("rtx4090", "4090"), ("NVIDIA GeForce RTX 4090", "4090"), ("a100-sxm4-80gb", "a100")):
-        assert gpu_named(name) is GPUS[key]
+def test_a_gpu_is_found_by_the_names_that_people_and_drivers_write() -> None:
+    of_drivers = {"h100": "NVIDIA H100 PCIe", "b300": "NVIDIA B300 SXM6 AC", "4090": "NVIDIA GeForce RTX 4090"}
+    of_drivers["rtx pro 6000"] = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
+    for key, gpu in GPUS.items():  # `doctor` gives the second one to `plan`
+        assert gpu_named(of_drivers.get(key, key)) is gpu_named(gpu.name.lower().replace(" ", "-")) is gpu
+    with pytest.raises(UserError, match="A100-SXM4-40GB"):  # half of the memory of the one that is known
+        gpu_named("NVIDIA A100-SXM4-40GB")
