@@ -2,8 +2,8 @@
 not average to zero.
 
 A run is `fp8rl train` of the demo's model, M, at a temperature of 2, at which its answers have some entropy. The runs
-are made in parts, as those of `benefit`: `python -m lab.studies.drift --hours 2 [--arms TEXT]`. Of a seed's runs, those
-that decide whether anything collapses come first. `fp8rl study drift` judges the runs, once none is missing.
+are made in parts, as those of `benefit`: `python -m lab.studies.drift --hours 2 [--arms TEXT]`. The arms that claims
+speak of come first. `fp8rl study drift` judges the claims, once none of these runs is missing.
 """
 
 from __future__ import annotations
@@ -89,43 +89,33 @@ CHOSEN: dict[str, Sequence[str]] = {
     "GRPO, wrong answers longer": SOME[:2],
 }
 """The arms of each algorithm."""
-FIRST = (
-    "GRPO: exact",
-    "REINFORCE below zero: head offset",
-    "REINFORCE below zero: exact",
-    "GRPO: head offset",
-    "REINFORCE below zero: head offset, centering",
-    "REINFORCE below zero: head offset, TIS",
-    "REINFORCE: head offset",
-    "REINFORCE: exact",
-    "REINFORCE below zero: BF16 trainer",
-    "REINFORCE below zero: 4 bits",
-)
-"""Runs that decide whether anything collapses."""
+CLAIMS = claims_of("drift")
+CLAIMED = tuple(dict.fromkeys(arm for claim in CLAIMS for arm in (claim.arm, claim.against) if arm is not None))
+"""The arms that claims speak of: their runs come first, and verdicts wait for no others."""
 QUICK = ("GRPO: exact", "GRPO: exact, again", "GRPO: head offset")
 
 
 def arms() -> Iterator[tuple[str, Settings, Bias | None]]:
-    """All arms with their settings and the bias of their engines, the deciding ones first."""
-    every = [f"{algorithm}: {arm}" for algorithm, chosen in CHOSEN.items() for arm in chosen]
-    for name in dict.fromkeys((*FIRST, *every)):
-        algorithm, _, arm = name.partition(": ")
-        own, bias = ARMS[arm]
-        # Keys of the algorithm come after the algorithm, of whose settings they are.
-        yield name, {**ALGORITHMS[algorithm], **BASE, **ALGORITHMS[algorithm], **own}, bias
+    """All arms with their settings and the bias of their engines."""
+    for algorithm, chosen in CHOSEN.items():
+        for arm in chosen:
+            own, bias = ARMS[arm]
+            # Keys of the algorithm come after the algorithm, of whose settings they are.
+            yield f"{algorithm}: {arm}", {**ALGORITHMS[algorithm], **BASE, **ALGORITHMS[algorithm], **own}, bias
 
 
 def jobs(seeds: Sequence[int], folder: Path = RUNS, kept: Path = KEPT, steps: int = STEPS) -> list[Job]:
-    """Every run; a seed's runs of all arms come before the next seed's."""
+    """Every run, first of the arms that claims speak of, then of the others; of each, one seed after the other."""
     made: dict[str, Callable[[], object]] = {
         "distillation": make_teacher,
         "GRPO, wrong answers longer": partial(retries.make, RUNS),
     }
-    return [
+    every = [
         Job(arm, seed, steps, folder, kept, outcome, own, bias, made.get(arm.partition(": ")[0]))
         for seed in seeds
         for arm, own, bias in arms()
     ]
+    return sorted(every, key=lambda job: job.arm not in CLAIMED)
 
 
 def make_teacher() -> None:
@@ -142,7 +132,8 @@ def measure(lab: Lab) -> Measurement:
         quick = jobs(lab.seeds, lab.scratch, lab.scratch / "runs.jsonl", QUICK_STEPS)
         known = [job for job in quick if job.arm in QUICK]
         lab.each(Job.make, [(job, time.time() + 3600) for job in known], "runs")
-    values, missing = by_arm(known)
+    values, _ = by_arm(known)
+    _, missing = by_arm([job for job in known if job.arm in CLAIMED])
     subject = f"M, 1.0M parameters, {QUICK_STEPS if lab.quick else STEPS} steps of 64 answers, temperature 2"
     return Measurement(values=values, subject=subject, missing=missing)
 
@@ -201,7 +192,7 @@ STUDY = Study(
     name="drift",
     question="Where does a persistent mismatch do harm, and what helps: importance weights, centering, or exactness?",
     seeds=SEEDS,
-    claims=claims_of("drift"),
+    claims=CLAIMS,
     measure=measure,
     draw=draw,
     tables=tables,

@@ -46,7 +46,7 @@ class Measurement:
     details: Mapping[str, Any] = field(default_factory=dict)
     """More for tables and figures, as JSON values."""
     missing: Sequence[str] = ()
-    """Arms that are not measured yet, of a study that goes on over days; there are no verdicts before."""
+    """Arms of claims that are not measured yet, of a study that goes on over days; there are no verdicts before."""
 
     def mean(self, arm: str, metric: str) -> float:
         """An arm's metric over all seeds and sequences."""
