@@ -7,6 +7,7 @@ import platform
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -143,6 +144,11 @@ class Optimizer:
                 for name, value in state.items():
                     if name == "step" or name.startswith("exp_avg"):
                         value.zero_()
+
+    @property
+    def buffers(self) -> list[Any]:
+        """Megatron's buffers. Each has parameters and their gradients."""
+        return [*self.model.buffers, *self.model.expert_parallel_buffers]
 
     @property
     def lr(self) -> float:

@@ -102,9 +102,9 @@ class Case:
             linear = trainer_of(config, self.paths["linear"], "bf16", {"k_splits": 4}, dtype=torch.float32)
             out["linear gradients"] = gradients(linear)
         out["extra"] = trainer.load(self.checkpoint)
-        with transfers(trainer) as sent:
+        with transfers() as sent:
             out["resumed"] = two_steps(trainer)
-        out["inventory"] = inventory(trainer), sent
+        out["inventory"] = inventory(trainer.optimizer, trainer.cache), sent
         save_checkpoint(trainer, self.saved, {"layout": config.model_dump()})
         batch = random_batch(rows=4, longest=16)
         out["formats"] = watch_step(trainer, batch, cross_entropy(batch), trainer.numerics, config)
@@ -426,8 +426,8 @@ def test_ranks_hold_and_send_the_bytes_that_are_calculated(outcome: Outcome, pat
         for kind in ("parameters", "gradients", "masters", "moments"):
             held = sum(each.bytes for each in found["inventory"][0] if each.kind == kind)
             assert held == sum(getattr(state, kind) for state in states.values()), (rank, kind)
-        for kind, form in (("gradients", "fp32"), ("parameters", "bf16")):
-            sent = [each for each in found["inventory"][1] if each.kind == kind]
+        for name, form in (("reduce_scatter_tensor_coalesced_", "fp32"), ("allgather_into_tensor_coalesced_", "bf16")):
+            sent = [each for each in found["inventory"][1] if each.collective == name]
             assert {each.format for each in sent} == {form}
             assert {each.ranks for each in sent} == {config.copies, config.stage_size // config.ep}
     served = served_tensors(outcome.union("moe export").items(), POW2, read_model(path))
