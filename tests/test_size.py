@@ -7,13 +7,13 @@ from tests.support.paths import ROOT
 LINES = {
     "numerics": 10_695,
     "models": 5_324,
-    "trainer": 8_389,
+    "trainer": 8_368,
     "rollout": 7_785,
     "weight_sync": 1_412,
     "rl": 12_953,
     "diagnose": 3_848,
     "cli": 1_748,
-    "tests": 41_727,
+    "tests": 41_718,
 }
 """Lines of Python files, blank ones and comments too. `cli` is what lies in fp8rl/ beside the packages.
 

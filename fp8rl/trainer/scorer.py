@@ -26,7 +26,7 @@ from fp8rl.numerics.core.memory import NAN, give_back, placeholders
 from fp8rl.numerics.core.process import all_gathered
 from fp8rl.numerics.weight_cache import WeightCache
 from fp8rl.trainer import device
-from fp8rl.trainer.config import CHUNKS, TrainerSection, TrainerSpec
+from fp8rl.trainer.config import CHUNKS, TrainerSpec
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.megatron import te_runtime
 from fp8rl.trainer.megatron.lowering import lower
@@ -68,7 +68,6 @@ class Scorer:
             expected = f"at most {sizes.max_positions}, the model's {sizes.limit}"
             remedy = "Lower rollout.context_length, or use a model with more positions."
             raise user_error("max_sequence_length", longest, expected, remedy)
-        _check_k_splits(config, numerics)
         self.cache = WeightCache()
         self.lowering = lower(numerics, device.has_transformer_engine())
         self.precision = Precision(numerics, self.cache, sizes.layers)
@@ -111,14 +110,9 @@ class Scorer:
         return kept
 
     def set_numerics(self, numerics: NumericsConfig) -> None:
-        """Switch to another precision or spec, with the same weights. Raises UserError, and changes nothing, if the
-        mode is another one or the model's sizes do not fit the spec."""
-        if numerics.mode != self.numerics.mode:
-            expected = f"{self.numerics.mode}, for which the model was built"
-            remedy = "Keep the mode. Only the spec and the precision of a started trainer can change."
-            raise user_error("numerics.mode", numerics.mode, expected, remedy)
+        """Switch to another precision or spec, with the same weights and in the same mode. Raises UserError, and
+        changes nothing, if the model's sizes do not fit the spec."""
         check_layout(self.definition.shape, self.config, numerics.trainer_spec)
-        _check_k_splits(self.config, numerics)
         te_runtime.switch(self.lowering, lower(numerics, self.lowering.transformer_engine), self.model.config)
         self.numerics = self.precision.numerics = numerics
         self.weights_changed()
@@ -132,7 +126,7 @@ class Scorer:
         Raises:
             NonFiniteLossError: the loss of some micro-batches is not finite. All ranks raise it, with the rows of these
                 micro-batches.
-            UserError, ValueError: this model cannot take the batch's routes (:func:`trainer.step.routing.routing_of`).
+            ValueError: this model cannot take the batch's routes (:func:`trainer.step.routing.routing_of`).
         """
         model, layout, config = self._runs, self.layout, self.config
         codes = self.numerics.kv_format.quantized  # keys and values in FP8, of which those that saturate are counted
@@ -186,13 +180,6 @@ class Scorer:
                 f"batch: found rows of {batch.width} tokens, expected at most max_sequence_length="
                 f"{self.max_sequence_length}. Start the trainer with a larger max_sequence_length"
             )
-
-
-def _check_k_splits(config: TrainerSection, numerics: NumericsConfig) -> None:
-    if numerics.mode == "exact" and numerics.k_splits % config.tp:
-        remedy = "Set it to the larger of trainer.tp and rollout.tp, so that both sides add the same partial sums."
-        expected = f"a multiple of trainer.tp={config.tp}, whose ranks have equally many slices"
-        raise user_error("numerics.k_splits", numerics.k_splits, expected, remedy)
 
 
 # One forward and, with a loss, backward pass over this rank's rows of a batch, by Megatron's schedule.

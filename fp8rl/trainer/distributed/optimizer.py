@@ -99,14 +99,12 @@ class Optimizer:
     @torch.no_grad()
     def grad_norm(self) -> float:
         """Prepare the gradients for `step`, and return the norm of all of them."""
-        self.host_copy.check_onloaded()
         self.inner.prepare_grads()
         return float(self.inner.get_grad_norm())
 
     @torch.no_grad()
     def step(self, norm: float) -> float:
         """Clip the gradients, apply them, and return the learning rate. norm: the finite result of `grad_norm`."""
-        self.host_copy.check_onloaded()
         with applied(CUDA_TYPES):
             for optimizer in self.inner.chained_optimizers:
                 if optimizer.get_parameters():

@@ -20,7 +20,6 @@ from fp8rl.diagnose.doctor.formats import differences_of
 from fp8rl.models import read_model, read_shape
 from fp8rl.models.checkpoint.reading import stored_tensors
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.core.errors import UserError
 from fp8rl.trainer.config import TrainerSection, TrainerSpec
 from fp8rl.trainer.distributed import parallel
 from fp8rl.trainer.distributed.layout import Layout
@@ -135,11 +134,7 @@ class Case:
         return reported(layout, frozen.score(random_batch(**BATCH)))
 
     def _routed(self, layout: Layout, trainer: Any) -> Any:
-        if trainer.config.pp == 1:
-            return reported(layout, trainer.score_routed(routed_batch()))
-        with pytest.raises(UserError, match="trainer.pp: found 2, expected 1 with numerics.router_replay"):
-            trainer.score_routed(routed_batch())
-        return None
+        return reported(layout, trainer.score_routed(routed_batch())) if trainer.config.pp == 1 else None
 
     def _packed(self, layout: Layout, config: TrainerSection) -> tuple[Any, Any, dict[str, Tensor]]:
         """Log-probabilities with less memory, what is said of routes, and gradients, of rows that lie end to end."""
@@ -330,7 +325,7 @@ def assert_close_steps(of_ranks: list[list[tuple[float, float]]], expected: list
 
 def test_replayed_routes_are_bit_equal(outcome: Outcome, one_rank: OneRank) -> None:
     if outcome.config.pp > 1:
-        pytest.skip("refused, as its ranks have seen")
+        pytest.skip("refused before a trainer starts")
     logprobs, routes = one_rank.routed(outcome.config.tp)
     packed = [rank["packed"][1] for rank in outcome.ranks if "packed" in rank]
     for said in filter(None, ([rank["routed"] for rank in outcome.ranks], packed)):
