@@ -10,7 +10,7 @@ LINES = {
     "trainer": 8_368,
     "rollout": 7_785,
     "weight_sync": 1_412,
-    "rl": 12_953,
+    "rl": 12_939,
     "diagnose": 3_848,
     "cli": 1_748,
     "tests": 41_718,

@@ -25,8 +25,6 @@ from fp8rl.rl.algorithms.parts.penalties import KlSection, OverlongSection
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.trainer.step.batch import Objective, TokenBatch
 
-RatioSource = Literal["recompute", "bypass"]
-
 
 class PolicyGradient(AlgorithmConfig):
     """Settings of every algorithm that learns from rewards."""
@@ -60,7 +58,7 @@ class PolicyGradient(AlgorithmConfig):
     order. From the second mini-batch on, the policy differs from the one that scored the batch, so the clip acts."""
     epochs: int = Field(default=1, ge=1)
     """Number of passes over all mini-batches of a batch."""
-    ratio: RatioSource | None = None
+    ratio: Literal["recompute", "bypass"] | None = None
     """Where the old log-probabilities of the policy ratio come from. `recompute`: from the trainer, before the first
     update of the batch. With one update they are the training pass's own, and the ratio is 1. `bypass`: from the
     engine, so that the clip acts on the change of the policy since a token was sampled; no importance weight is used.
@@ -263,15 +261,8 @@ class PolicyGradient(AlgorithmConfig):
 
     def objective(self, batch: TokenBatch) -> Objective:
         aggregate = Aggregation.of(used_tokens(batch), self.loss_aggregation, self.loss_length or 1)
-        return PolicyObjective(
-            self.surrogate,
-            self.centering is not None,
-            self.correction,
-            aggregate,
-            self.kl,
-            self.entropy,
-            self.ratio == "bypass",
-        )
+        centers, bypass = self.centering is not None, self.ratio == "bypass"
+        return PolicyObjective(self.surrogate, centers, self.correction, aggregate, self.kl, self.entropy, bypass)
 
     def notes(self) -> list[str]:
         said = []
