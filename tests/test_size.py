@@ -7,10 +7,10 @@ from tests.support.paths import ROOT
 LINES = {
     "numerics": 10_695,
     "models": 5_324,
-    "trainer": 8_359,
+    "trainer": 8_353,
     "rollout": 7_785,
     "weight_sync": 1_412,
-    "rl": 12_935,
+    "rl": 12_912,
     "diagnose": 3_848,
     "cli": 1_748,
     "tests": 41_718,

@@ -1,7 +1,4 @@
-"""The settings that all algorithms with rewards share, and their objective.
-
-loss = aggregation over the used tokens of  (surrogate(logprob, old, advantage) + KL term) · w  less an entropy bonus,
-       0 if rejected or filtered
+"""The settings that all algorithms with rewards share. Their objective is `parts.loss.PolicyObjective`.
 
 An algorithm is a subclass of `PolicyGradient`, in a file of this package: with its name, its defaults, its advantages,
 and its surrogate if it is not PPO's.
