@@ -71,13 +71,8 @@ class Routing:
         if micro.batch.routes is None or not micro.batch.replay:
             return
         # Routers see [S, B] tokens, and under sequence parallelism this rank's part of S.
-        part = (
-            micro.to_model(micro.batch.routes)
-            .transpose(0, 1)
-            .chunk(self._layout.tp_size)[self._layout.tp_rank]
-            .long()
-            .flatten(0, 1)
-        )
+        whole = micro.to_model(micro.batch.routes).transpose(0, 1)
+        part = whole.chunk(self._layout.tp_size)[self._layout.tp_rank].long().flatten(0, 1)
         for layer, experts in zip(self._layers, part.unbind(1), strict=True):
             layer.target_topk_idx = experts
 
