@@ -173,7 +173,7 @@ class _Held:
     """Whether the weights are in a separate buffer."""
 
     def stands_otherwise(self, ranks: int) -> bool:
-        """Return True if the rank cannot read the weights from a base (`trainer.weights.hf_weights.adopt_parameter`).
+        """Return True if the rank cannot read the weights from a base (`trainer.weights.hf_weights.HFWeights.adopt`).
 
         A base has a fused q|k|v in BF16 in another order, and does not split BF16 weights of a layer over ranks.
         """
