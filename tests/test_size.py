@@ -7,7 +7,7 @@ from tests.support.paths import ROOT
 LINES = {
     "numerics": 10_695,
     "models": 5_324,
-    "trainer": 8_330,
+    "trainer": 8_325,
     "rollout": 7_785,
     "weight_sync": 1_412,
     "rl": 12_912,
