@@ -10,7 +10,7 @@ LINES = {
     "trainer": 8_325,
     "rollout": 7_785,
     "weight_sync": 1_412,
-    "rl": 12_912,
+    "rl": 12_907,
     "diagnose": 3_848,
     "cli": 1_748,
     "tests": 41_718,
