@@ -7,13 +7,13 @@ from tests.support.paths import ROOT
 LINES = {
     "numerics": 10_691,
     "models": 5_324,
-    "trainer": 8_410,
+    "trainer": 8_324,
     "rollout": 7_785,
     "weight_sync": 1_412,
-    "rl": 12_972,
-    "diagnose": 3_848,
+    "rl": 12_907,
+    "diagnose": 3_846,
     "cli": 1_748,
-    "tests": 41_741,
+    "tests": 41_722,
 }
 """Lines of Python files, blank ones and comments too. `cli` is what lies in fp8rl/ beside the packages.
 

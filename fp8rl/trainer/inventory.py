@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -32,34 +32,22 @@ weights that were quantized for a product since the last update. `gradients`: th
 `rest`: the padding of Megatron's buffers, and counters."""
 
 
-class Scorer(Protocol):
-    """A `trainer.scorer.Scorer`, as far as it is listed here."""
-
-    model: GPTModel
-    cache: WeightCache
-
-
-class Trainer(Scorer, Protocol):
-    """A `trainer.trainer.Trainer`, as far as it is listed here."""
-
-    optimizer: Optimizer
-
-
-def inventory(trainer: Trainer) -> list[Holding]:
-    """List all tensors that this rank keeps for its model and its optimizer."""
-    found = list(of_model(trainer))
-    for name, parameter in trainer.model.named_parameters():
+def inventory(optimizer: Optimizer, cache: WeightCache) -> list[Holding]:
+    """List all tensors that this rank keeps for a model and its optimizer. cache: the model's operands."""
+    model = optimizer.model.module
+    found = list(of_model(model, cache))
+    for name, parameter in model.named_parameters():
         for matrix, weight in matrices(name, parameter) if parameter.requires_grad else ():
             total = parameter.main_grad
             size = weight.numel() * total.itemsize
             found.append(Holding(matrix, "gradients", format_of(total.dtype), tuple(weight.shape), size))
-    for suffix, kind, tensor, places in optimizer_parts(trainer):
+    for suffix, kind, tensor, places in optimizer_parts(optimizer):
         for name, place in places:
             shape = (place.stop - place.start,) if tensor.dim() else ()
             size = math.prod(shape) * tensor.itemsize
             found.append(Holding(f"{name}{suffix}", kind, format_of(tensor.dtype), shape, size))
-    for index, buffer in enumerate(buffers(trainer)):
-        gradients = (each.main_grad for each in trainer.model.parameters() if each in buffer.param_to_bucket)
+    for index, buffer in enumerate(optimizer.buffers):
+        gradients = (each.main_grad for each in model.parameters() if each in buffer.param_to_bucket)
         spare = buffer.grad_data.numel() - sum(gradient.numel() for gradient in gradients)
         for part, data in (("gradients", buffer.grad_data), ("parameters", buffer.param_data)):
             if data is not None and spare:
@@ -68,17 +56,17 @@ def inventory(trainer: Trainer) -> list[Holding]:
     return found
 
 
-def of_model(model: Scorer) -> Iterator[Holding]:
+def of_model(model: GPTModel, cache: WeightCache) -> Iterator[Holding]:
     """List the tensors that this rank keeps for a model without an optimizer."""
-    for name, parameter in named_weights(model.model):
+    for name, parameter in named_weights(model):
         if te_runtime.is_quantized(parameter):
             form = format_of(te_runtime.quantized(parameter).data.dtype)
             total = sum(tensor.nbytes for tensor in te_runtime.stored(parameter))
             yield Holding(name, "parameters", form, tuple(parameter.shape), total)
         else:
             yield holding(name, "parameters", parameter.data)
-    names = {id(parameter): name for name, parameter in model.model.named_parameters()}
-    for weight, operand in model.cache.operands():
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for weight, operand in cache.operands():
         first, _ = next(matrices(names[id(weight)], weight))
         yield holding(first, "operands", *tensors_in(operand))
 
@@ -87,8 +75,6 @@ def of_model(model: Scorer) -> Iterator[Holding]:
 class Transfer:
     collective: str
     """Torch's name of the collective, e.g. `reduce_scatter_tensor_coalesced_`."""
-    kind: Kind
-    """`gradients` or `parameters` if the collective works on a buffer of Megatron's, otherwise `rest`."""
     format: str
     """Format of this rank's input."""
     shape: tuple[int, ...]
@@ -100,83 +86,68 @@ class Transfer:
 
 
 @contextmanager
-def transfers(trainer: Trainer) -> Iterator[list[Transfer]]:
+def transfers() -> Iterator[list[Transfer]]:
     """Record the collectives of this rank inside the block."""
-    listener = _Listener(trainer)
-    with listener:
+    with _Listener() as listener:
         yield listener.heard
 
 
 class _Listener(TorchDispatchMode):
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.heard: list[Transfer] = []
-        self._buffers: dict[int, Kind] = {}
-        """The kind of each of Megatron's buffers by its address."""
-        for buffer in buffers(trainer):
-            self._buffers[_storage(buffer.grad_data)] = "gradients"
-            if buffer.param_data is not None:
-                self._buffers[_storage(buffer.param_data)] = "parameters"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            self.heard.append(self._transfer(func, args, kwargs or {}))
+            self.heard.append(_transfer(func, tree_leaves((args, kwargs))))
         return func(*args, **(kwargs or {}))
 
-    def _transfer(self, func: Any, args: Any, kwargs: Any) -> Transfer:
-        """Describe one call of a c10d operator of torch."""
-        leaves = tree_leaves((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        kinds = [self._buffers[place] for tensor in tensors if (place := _storage(tensor)) in self._buffers]
-        # A boxed argument may be a process group, or what its ranks do with the numbers.
-        boxed = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject)]
-        groups = [value for value in boxed if value._type().qualified_name().endswith(".ProcessGroup")]
-        # Where it writes to comes first: a rank hands in the last of the tensors.
-        sent = tensors[-1] if tensors else torch.empty(0)
-        return Transfer(
-            collective=func.__name__.partition(".")[0],
-            kind=kinds[0] if kinds else "rest",
-            format=format_of(sent.dtype),
-            shape=tuple(sent.shape),
-            bytes=sent.nbytes,
-            ranks=max((dist.ProcessGroup.unbox(group).size() for group in groups), default=1),
-        )
+
+def _transfer(func: Any, arguments: list[Any]) -> Transfer:
+    """Describe one call of a c10d operator of torch."""
+    tensors = [each for each in arguments if isinstance(each, Tensor)]
+    # A boxed argument may be a process group, or what its ranks do with the numbers.
+    boxed = [each for each in arguments if isinstance(each, torch.ScriptObject)]
+    groups = [value for value in boxed if value._type().qualified_name().endswith(".ProcessGroup")]
+    # Where it writes to comes first: a rank hands in the last of the tensors.
+    sent = tensors[-1] if tensors else torch.empty(0)
+    return Transfer(
+        collective=func.__name__.partition(".")[0],
+        format=format_of(sent.dtype),
+        shape=tuple(sent.shape),
+        bytes=sent.nbytes,
+        ranks=max((dist.ProcessGroup.unbox(group).size() for group in groups), default=1),
+    )
 
 
-def optimizer_state(trainer: Trainer) -> Iterator[tuple[str, Kind, Tensor]]:
+def optimizer_state(optimizer: Optimizer) -> Iterator[tuple[str, Kind, Tensor]]:
     """Yield (name, kind, tensor) for each weight in each tensor of this rank's optimizer.
 
     The name is the weight's name in `named_weights`, then a suffix for the tensor such as `:exp_avg`.
     """
-    for suffix, kind, tensor, places in optimizer_parts(trainer):
+    for suffix, kind, tensor, places in optimizer_parts(optimizer):
         for name, place in places:
             yield f"{name}{suffix}", kind, tensor[place] if tensor.dim() else tensor
 
 
-def optimizer_parts(trainer: Trainer) -> Iterator[tuple[str, Kind, Tensor, list[tuple[str, slice]]]]:
+def optimizer_parts(optimizer: Optimizer) -> Iterator[tuple[str, Kind, Tensor, list[tuple[str, slice]]]]:
     """Yield (suffix, kind, tensor, the name and the slice of each weight in it) for each tensor of the optimizer, also
     if it is offloaded."""
-    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
-    for optimizer in trainer.optimizer.inner.chained_optimizers:
-        if optimizer.is_stub_optimizer:  # of a rank without such parameters
+    names = {id(parameter): name for name, parameter in optimizer.model.module.named_parameters()}
+    for each in optimizer.inner.chained_optimizers:
+        if each.is_stub_optimizer:  # of a rank without such parameters
             continue
-        for parameter, (group, order) in optimizer.model_param_group_index_map.items():
-            master, name = optimizer.optimizer.param_groups[group]["params"][order], names[id(parameter)]
-            part = optimizer._get_model_param_range_map(parameter)["param"]
+        for parameter, (group, order) in each.model_param_group_index_map.items():
+            master, name = each.optimizer.param_groups[group]["params"][order], names[id(parameter)]
+            part = each._get_model_param_range_map(parameter)["param"]
             places = list(matrices_of_shard(name, parameter, part.start, part.size))
             if _storage(master) != _storage(parameter):  # an FP32 parameter is its own master
                 yield "", "masters", master.data, places
-            for key, value in optimizer.optimizer.state[master].items():
+            for key, value in each.optimizer.state[master].items():
                 if isinstance(value, Tensor):
                     kind: Kind = "moments" if key.startswith("exp_avg") else "rest"
                     of = places if value.dim() else [(name, slice(0, 1))]
                     yield f":{key}", "masters" if key == "master_param" else kind, value, of
-
-
-def buffers(trainer: Trainer) -> list[Any]:
-    """Return Megatron's buffers. Each has parameters and their gradients."""
-    model = trainer.optimizer.model
-    return [*model.buffers, *model.expert_parallel_buffers]
 
 
 def _storage(tensor: Tensor) -> int:

@@ -96,7 +96,7 @@ class Reference(Scorer):
 
     def offload(self) -> OffloadReport:
         """Move the weights to host memory, and drop their quantized forms, while engines need the device."""
-        freed = sum(holding.bytes for holding in of_model(self))
+        freed = sum(holding.bytes for holding in of_model(self.model, self.cache))
         kept = (te_runtime.stored(p) if te_runtime.is_quantized(p) else [p] for p in self.model.parameters())
         self.weights_changed()
         self._host_copy.offload(chain.from_iterable(kept), [])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +26,7 @@ from fp8rl.numerics.core.memory import NAN, give_back, placeholders
 from fp8rl.numerics.core.process import all_gathered
 from fp8rl.numerics.weight_cache import WeightCache
 from fp8rl.trainer import device
-from fp8rl.trainer.config import CHUNKS, TrainerSection, TrainerSpec
+from fp8rl.trainer.config import CHUNKS, TrainerSpec
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.megatron import te_runtime
 from fp8rl.trainer.megatron.lowering import lower
@@ -68,7 +68,6 @@ class Scorer:
             expected = f"at most {sizes.max_positions}, the model's {sizes.limit}"
             remedy = "Lower rollout.context_length, or use a model with more positions."
             raise user_error("max_sequence_length", longest, expected, remedy)
-        _check_k_splits(config, numerics)
         self.cache = WeightCache()
         self.lowering = lower(numerics, device.has_transformer_engine())
         self.precision = Precision(numerics, self.cache, sizes.layers)
@@ -111,14 +110,9 @@ class Scorer:
         return kept
 
     def set_numerics(self, numerics: NumericsConfig) -> None:
-        """Switch to another precision or spec, with the same weights. Raises UserError, and changes nothing, if the
-        mode is another one or the model's sizes do not fit the spec."""
-        if numerics.mode != self.numerics.mode:
-            expected = f"{self.numerics.mode}, for which the model was built"
-            remedy = "Keep the mode. Only the spec and the precision of a started trainer can change."
-            raise user_error("numerics.mode", numerics.mode, expected, remedy)
+        """Switch to another precision or spec, with the same weights and in the same mode. Raises UserError, and
+        changes nothing, if the model's sizes do not fit the spec."""
         check_layout(self.definition.shape, self.config, numerics.trainer_spec)
-        _check_k_splits(self.config, numerics)
         te_runtime.switch(self.lowering, lower(numerics, self.lowering.transformer_engine), self.model.config)
         self.numerics = self.precision.numerics = numerics
         self.weights_changed()
@@ -132,10 +126,9 @@ class Scorer:
         Raises:
             NonFiniteLossError: the loss of some micro-batches is not finite. All ranks raise it, with the rows of these
                 micro-batches.
-            UserError, ValueError: this model cannot take the batch's routes (:func:`trainer.step.routing.routing_of`).
+            ValueError: this model cannot take the batch's routes (:func:`trainer.step.routing.routing_of`).
         """
         model, layout, config = self._runs, self.layout, self.config
-        codes = self.numerics.kv_format.quantized  # keys and values in FP8, of which those that saturate are counted
         # On each tensor-parallel rank, a row of the model's input is padded to a multiple of this number.
         multiple, form = layout.tp_size * self.lowering.row_multiple, form_of(config)
         if layout.cp_size > 1:
@@ -149,10 +142,9 @@ class Scorer:
         )
         counting = objective is not None and config.router_bias_rate > 0
         with routing_of(model, batch, layout, counting) as routing:
-            forward = partial(_forward, objective=objective, read_head=self._read_head, routing=routing, codes=codes)
             # Only the last stage sees logits. The shapes of each micro-batch replace the shapes given here.
             outputs: list[_MicroOutput] = get_forward_backward_func()(
-                forward_step_func=forward,
+                forward_step_func=partial(self._forward, objective=objective, routing=routing),
                 data_iterator=(form.of(batch, rows, multiple) for rows in groups),
                 model=[model],
                 num_microbatches=len(groups),
@@ -171,10 +163,43 @@ class Scorer:
             draws = _collect(outputs, "draws", torch.full((len(rows), batch.width), UNKNOWN))
         if routing.loads is not None:
             dist.all_reduce(routing.loads, group=layout.dp_group)
-        if objective is not None and codes:
+        if objective is not None and self.numerics.kv_format.quantized:
             metrics["train/kv_saturated"] = kv_saturated(model)
         metrics = with_tree_ratio(metrics, batch)
         return RankPass(rows, PassResult(logprobs, routes, draws, metrics=metrics, loss=loss), routing.loads)
+
+    def _forward(
+        self, micro_batches: Iterator[MicroBatch], model: nn.Module, objective: Objective | None, routing: Routing
+    ) -> Any:
+        """Run one micro-batch for Megatron's schedule. Return the hidden states, and the function of the loss."""
+        micro = next(micro_batches)
+        codes = self.numerics.kv_format.quantized  # keys and values in FP8, of which those that saturate are counted
+        routing.begin(micro)
+        if codes and objective is not None:
+            count(model, micro.real_in_model())
+        hidden = hidden_states(model, micro)
+        if codes:
+            count(model, None)
+        routes = routing.own_choice(micro)
+
+        def loss_of(hidden: Tensor) -> tuple[Tensor, Tensor, _MicroOutput]:
+            """Return what Megatron expects: the loss, an unused number of tokens, and results to keep."""
+            batch, found = micro.batch, self._read_head(hidden, head_of(gpt_of(model)), micro)
+            real = torch.arange(1, batch.width, device=hidden.device) < batch.lengths[:, None]
+            logprobs = F.pad(torch.where(real, found.values, 0.0), (1, 0))
+            metrics: dict[str, Tensor] = {}
+            if objective is None or not micro.rows:
+                loss = logprobs.sum() * 0.0
+            else:
+                if found.likely is not None:
+                    batch = batch.with_fields(**{OWN_LIKELY: F.pad(found.likely, (0, 0, 1, 0))})
+                own = objective(logprobs, F.pad(torch.where(real, found.entropy, 0.0), (1, 0)), batch)
+                loss = own.loss
+                metrics = {name: value.detach() for name, value in (own.metrics | micro.metrics()).items()}
+            kept = _MicroOutput(micro.rows, logprobs.detach(), loss.detach().float(), metrics, routes, found.draws)
+            return loss, torch.zeros([], dtype=torch.int, device=loss.device), kept
+
+        return hidden, loss_of
 
     def _read_head(self, hidden: Tensor, head: Head, micro: MicroBatch) -> HeadOutput:
         """Return the head's output for the final hidden states of a micro-batch."""
@@ -186,13 +211,6 @@ class Scorer:
                 f"batch: found rows of {batch.width} tokens, expected at most max_sequence_length="
                 f"{self.max_sequence_length}. Start the trainer with a larger max_sequence_length"
             )
-
-
-def _check_k_splits(config: TrainerSection, numerics: NumericsConfig) -> None:
-    if numerics.mode == "exact" and numerics.k_splits % config.tp:
-        remedy = "Set it to the larger of trainer.tp and rollout.tp, so that both sides add the same partial sums."
-        expected = f"a multiple of trainer.tp={config.tp}, whose ranks have equally many slices"
-        raise user_error("numerics.k_splits", numerics.k_splits, expected, remedy)
 
 
 # One forward and, with a loss, backward pass over this rank's rows of a batch, by Megatron's schedule.
@@ -218,42 +236,6 @@ class _MicroOutput:
     metrics: dict[str, Tensor]
     routes: Tensor | None
     draws: Tensor | None
-
-
-def _forward(
-    micro_batches: Iterator[MicroBatch],
-    model: nn.Module,
-    objective: Objective | None,
-    read_head: Callable[[Tensor, Head, MicroBatch], HeadOutput],
-    routing: Routing,
-    codes: bool,
-) -> Any:
-    micro = next(micro_batches)
-    routing.begin(micro)
-    if codes and objective is not None:
-        count(model, micro.real_in_model())
-    hidden = hidden_states(model, micro)
-    if codes:
-        count(model, None)
-    routes = routing.own_choice(micro)
-
-    def loss_of(hidden: Tensor) -> tuple[Tensor, Tensor, _MicroOutput]:
-        """Return what Megatron expects: the loss, an unused number of tokens, and results to keep."""
-        batch, found = micro.batch, read_head(hidden, head_of(gpt_of(model)), micro)
-        real = torch.arange(1, batch.width, device=hidden.device) < batch.lengths[:, None]
-        logprobs = F.pad(torch.where(real, found.values, 0.0), (1, 0))
-        metrics: dict[str, Tensor] = {}
-        if objective is None or not micro.rows:
-            loss = logprobs.sum() * 0.0
-        else:
-            if found.likely is not None:
-                batch = batch.with_fields(**{OWN_LIKELY: F.pad(found.likely, (0, 0, 1, 0))})
-            own = objective(logprobs, F.pad(torch.where(real, found.entropy, 0.0), (1, 0)), batch)
-            loss, metrics = own.loss, {name: value.detach() for name, value in (own.metrics | micro.metrics()).items()}
-        kept = _MicroOutput(micro.rows, logprobs.detach(), loss.detach().float(), metrics, routes, found.draws)
-        return loss, torch.zeros([], dtype=torch.int, device=loss.device), kept
-
-    return hidden, loss_of
 
 
 def _reduce(outputs: list[_MicroOutput], layout: Layout) -> tuple[float, dict[str, float]]:

@@ -54,10 +54,8 @@ class StateBytes:
         return StateBytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
-def storage_on(numerics: NumericsConfig, cuda: bool, transformer_engine: bool) -> Storage:
-    """Return how quantized weights are stored. cuda, transformer_engine: whether the machine has them."""
-    if not cuda:
-        return "torch"
+def storage_on_gpus(numerics: NumericsConfig, transformer_engine: bool) -> Storage:
+    """Return how quantized weights are stored on a machine with GPUs, and with TransformerEngine or without it."""
     if numerics.mode == "exact" or (transformer_engine and by_mx(numerics.trainer_spec)):
         return "kernels"  # BF16, and beside it codes both ways
     return "transformer_engine" if transformer_engine else "torch"
@@ -175,7 +173,7 @@ class _Held:
     """Whether the weights are in a separate buffer."""
 
     def stands_otherwise(self, ranks: int) -> bool:
-        """Return True if the rank cannot read the weights from a base (`trainer.weights.hf_weights.adopt_parameter`).
+        """Return True if the rank cannot read the weights from a base (`trainer.weights.hf_weights.HFWeights.adopt`).
 
         A base has a fused q|k|v in BF16 in another order, and does not split BF16 weights of a layer over ranks.
         """

@@ -25,7 +25,7 @@ from fp8rl.trainer.config import TrainerSpec, travels_in_fp8
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.distributed.offload import OffloadReport
 from fp8rl.trainer.distributed.optimizer import Optimizer
-from fp8rl.trainer.inventory import buffers, inventory, optimizer_parts
+from fp8rl.trainer.inventory import inventory, optimizer_parts
 from fp8rl.trainer.megatron.model_checks import check_training
 from fp8rl.trainer.modules.weights import matrices
 from fp8rl.trainer.scorer import RankPass, Scorer
@@ -118,10 +118,11 @@ class Trainer(Scorer):
         (`trainer.optimizer.offload`), only the gradients' bytes are freed.
         """
         self._ready_norm = None
-        total, here = sum(holding.bytes for holding in inventory(self)), device.current().type
-        state = (tensor for _, kind, tensor, _ in optimizer_parts(self) if kind in ("masters", "moments"))
-        moved = self.optimizer.host_copy.offload(
-            [tensor for tensor in state if tensor.device.type == here], [buffer.grad_data for buffer in buffers(self)]
+        optimizer, here = self.optimizer, device.current().type
+        total = sum(holding.bytes for holding in inventory(optimizer, self.cache))
+        state = (tensor for _, kind, tensor, _ in optimizer_parts(optimizer) if kind in ("masters", "moments"))
+        moved = optimizer.host_copy.offload(
+            [tensor for tensor in state if tensor.device.type == here], [each.grad_data for each in optimizer.buffers]
         )
         return OffloadReport(moved, total - moved)
 

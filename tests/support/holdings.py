@@ -18,5 +18,5 @@ def total_bytes(held: Iterable[Holding]) -> Counter[str]:
 
 def bytes_held(trainer: Any) -> dict[str, int]:
     """Bytes of what a trainer's rank holds by kind; 0 for what there is none of."""
-    sums = total_bytes(inventory(trainer))
+    sums = total_bytes(inventory(trainer.optimizer, trainer.cache))
     return {kind: sums[kind] for kind in get_args(Kind)}

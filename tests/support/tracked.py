@@ -32,10 +32,10 @@ def unexpected(sentence: str) -> None:
 
 
 def tracking(
-    run: RunDir, *names: str, resume_step: int | None = None, lost: Callable[[str], object] = unexpected, **changes: Any
+    run: RunDir, *names: str, last: int = -1, lost: Callable[[str], object] = unexpected, **changes: Any
 ) -> RunTracker:
     """Record a run, and tell it to the trackers of these names. lost: told in any thread. changes: of `Tracked`."""
     config = {"run": {"name": "demo"}, "trainer": {"lr": 1e-4}}
-    values = {"wandb": WandbSection(project="test"), "last_step": 99, "resumed": resume_step is not None}
+    values = {"wandb": WandbSection(project="test"), "last_step": 99, "resumed": last >= 0}
     told = Tracked(run, config, **(values | changes))
-    return RunTracker(run, BackgroundTrackers(names, told, lost), resume_step=resume_step)
+    return RunTracker(run, BackgroundTrackers(names, told, lost), last=last)

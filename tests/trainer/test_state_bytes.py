@@ -147,9 +147,9 @@ def test_a_rank_holds_eighteen_bytes_of_a_parameter(mode: str, moe_path: Path, m
     trainer.score(batch)
     assert bytes_held(trainer)["operands"] == 2 * QUANTIZED
     formats = {"parameters": "bf16", "operands": "bf16", "gradients": "fp32", "masters": "fp32", "moments": "fp32"}
-    held, sizes = [each for each in inventory(trainer) if each.kind != "rest"], {"bf16": 2, "fp32": 4}
+    held = [each for each in inventory(trainer.optimizer, trainer.cache) if each.kind != "rest"]
     assert all(each.format == formats[each.kind] for each in held)
-    assert all(each.bytes == prod(each.shape) * sizes[each.format] for each in held)
+    assert all(each.bytes == prod(each.shape) * {"bf16": 2, "fp32": 4}[each.format] for each in held)
     names = {each.name for each in held if each.kind == "masters"}
     assert {each.name.partition(":")[0] for each in held} == names and len(set(held)) == len(held)
     trainer.train_step(batch, cross_entropy(batch))
@@ -163,14 +163,14 @@ def test_a_rank_holds_eighteen_bytes_of_a_parameter(mode: str, moe_path: Path, m
 
 def test_a_step_sends_gradients_in_fp32_and_gathers_weights_in_bf16(moe_path: Path, make_trainer) -> None:
     trainer, batch = make_trainer(moe_path, "fp8"), random_batch(rows=2, longest=9)
-    with transfers(trainer) as sent:
+    with transfers() as sent:
         trainer.train_step(batch, cross_entropy(batch))
-    gradients = [each for each in sent if each.kind == "gradients"]
+    gradients = [each for each in sent if each.collective == "reduce_scatter_tensor_coalesced_"]
     assert {each.format for each in gradients} == {"fp32"} and {each.ranks for each in sent} == {1}
     assert sum(each.bytes for each in gradients) >= bytes_held(trainer)["gradients"]  # with padding
-    gathered = [each for each in sent if each.kind == "parameters"]
+    gathered = [each for each in sent if each.collective == "allgather_into_tensor_coalesced_"]
     assert {each.format for each in gathered} == {"bf16"}
-    (norm,) = [each for each in sent if each.kind == "rest"]
+    (norm,) = [each for each in sent if each not in (*gradients, *gathered)]
     assert norm.collective == "allreduce_" and norm.format == "fp32" and norm.bytes == 4
 
 
@@ -179,7 +179,7 @@ def test_a_weight_of_transformer_engine_is_its_codes_and_scales_without_what_meg
     model.weight = weight = BlockwiseWeight(torch.randn(256, 512).bfloat16())
     weight.main_grad = weight.main_param = torch.zeros(256, 512)
     weight._columnwise_data = None
-    (found,) = of_model(SimpleNamespace(model=model, cache=SimpleNamespace(operands=list)))  # type: ignore[arg-type]
+    (found,) = of_model(model, SimpleNamespace(operands=list))  # type: ignore[arg-type]
     assert (found.name, found.kind, found.shape) == ("weight", "parameters", (256, 512))
     assert found.format == "e4m3" and found.bytes == 256 * 512 + 4 * 2 * 4  # FP32, 2 x 4 blocks
 

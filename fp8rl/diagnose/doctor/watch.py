@@ -49,19 +49,19 @@ def watch_step(
     adapters = {address(weight) for name, weight in named_weights(trainer.model) if rows[name].adapts is not None}
     recorder = Recorder(definition, numerics, plan, "trainer", adapters)
     trainer.weights_changed()  # so that the operands of products are made within the step
-    with placed(trainer), _outside_ops(trainer, recorder), dispatch.watched(recorder), transfers(trainer) as sent:
+    with placed(trainer), _outside_ops(trainer, recorder), dispatch.watched(recorder), transfers() as sent:
         trainer.forward_backward(batch, objective)
     floats = {"fp32", "bf16", "fp16", "e4m3", "e5m2"}
     for wire in sent:
-        # Others are counts, norms, and what the wires have told already.
-        if wire.kind == "rest" and wire.format in floats and len(wire.shape) > 1:
+        # Others are counts, norms, and flat buffers, of which the wires have told already.
+        if wire.format in floats and len(wire.shape) > 1:
             recorder.note("wire.layer", f"{wire.collective} of {wire.ranks} ranks", wire.format, size=wire.bytes)
     for optimizer in trainer.optimizer.inner.chained_optimizers:
         for gradient in optimizer.get_main_grads_for_grad_norm():
             recorder.note("clipping.norm", "gradients", format_of(gradient.dtype))
     keys = {name: class_of(definition, row) for name, row in rows.items()}
     held: list[Sighting] = []  # after the backward pass: weights, their operands, and gradients
-    for each in inventory(trainer):
+    for each in inventory(trainer.optimizer, trainer.cache):
         of = {"parameters": keys.get(each.name), "operands": "product.cached", "gradients": "gradient.buffer"}
         if each.name in keys and (key := of.get(each.kind)):  # not padding
             held.append(Sighting(key, each.name, each.format, plan[key], bytes=each.bytes))
@@ -119,7 +119,7 @@ def _held_by_optimizer(
     """
     from fp8rl.trainer.inventory import optimizer_state
 
-    held = [(name.partition(":")[0], name, kind, tensor) for name, kind, tensor in optimizer_state(trainer)]
+    held = [(name.partition(":")[0], name, kind, tensor) for name, kind, tensor in optimizer_state(trainer.optimizer)]
     updated = {parameter for parameter, _, kind, tensor in held if kind == "moments" and tensor.any()}
     for parameter, name, kind, tensor in held:
         if kind != "rest":

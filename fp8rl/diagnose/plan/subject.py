@@ -15,7 +15,7 @@ from fp8rl.numerics.core.reading import check_path
 from fp8rl.rl.experiment import Experiment, load_experiment
 from fp8rl.rl.experiment.budget.job import Gpu, Job, job_of, teacher_bytes
 from fp8rl.rl.experiment.loading import architecture_of, compose_experiment
-from fp8rl.trainer.state_bytes import storage_on
+from fp8rl.trainer.state_bytes import storage_on_gpus
 
 CONFIGS = Path(__file__).parent / "configs"
 """Packaged directories with only the config.json of a public model."""
@@ -91,7 +91,7 @@ def read_plan_subject(subject: str | None, overrides: Sequence[str] = ()) -> Pla
 def job_on(subject: PlanSubject, gpu: Gpu, length: int | None = None) -> Job:
     """Return the subject's job on such GPUs, with the teacher that engines' GPUs hold. length: tokens of a row."""
     experiment = subject.experiment
-    storage = storage_on(experiment.numerics_config(), cuda=True, transformer_engine=True)
+    storage = storage_on_gpus(experiment.numerics_config(), transformer_engine=True)
     job = job_of(experiment, subject.shape, storage, gpu.memory, length)
     if subject.teacher is None:
         return job

@@ -141,8 +141,7 @@ class Rloo(PolicyGradient):
         return ((rewards - means) * counts / (counts - 1).clamp(min=1)).float()
 
 
-# Advantages within groups. Equal numbers mark the trajectories of one group. They may come in any order, and groups may
-# differ in size.
+# Advantages within groups, which may differ in size. rewards, groups: as in `Outcomes`.
 
 STD_EPSILON = 1e-6
 """Keeps a group of equal rewards at advantage 0 instead of 0/0."""
@@ -153,15 +152,8 @@ def group_advantages(rewards: Tensor, groups: Tensor, *, normalize_std: bool, gr
 
     With `normalize_std` it is (R - mean) / (std + 1e-6) with the sample standard deviation (ddof 1), as in GRPO
     (DeepSeekMath); without, it is R - mean, as in Dr. GRPO. A group of one has the mean 0 and the std 1 if `group_size`
-    is 1. If `group_size` is larger, its other answers have failed, and its advantage is 0.
-
-    Args:
-        rewards: float [N], finite.
-        groups: int64 [N], equal numbers for trajectories of one prompt, in any order.
-        group_size: number of answers sampled for each prompt.
-
-    Returns:
-        float32 [N]; computed in float64.
+    is 1. If `group_size`, the number of answers sampled for a prompt, is larger, its other answers have failed, and its
+    advantage is 0. float32 [N], computed in float64.
     """
     rewards, member, counts, means = _grouped(rewards, groups)
     alone = counts == 1

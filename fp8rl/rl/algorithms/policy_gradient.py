@@ -1,7 +1,4 @@
-"""The settings that all algorithms with rewards share, and their objective.
-
-loss = aggregation over the used tokens of  (surrogate(logprob, old, advantage) + KL term) · w  less an entropy bonus,
-       0 if rejected or filtered
+"""The settings that all algorithms with rewards share. Their objective is `parts.loss.PolicyObjective`.
 
 An algorithm is a subclass of `PolicyGradient`, in a file of this package: with its name, its defaults, its advantages,
 and its surrogate if it is not PPO's.
@@ -24,8 +21,6 @@ from fp8rl.rl.algorithms.parts.loss import Aggregation, AggregationMode, PolicyO
 from fp8rl.rl.algorithms.parts.penalties import KlSection, OverlongSection
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.trainer.step.batch import Objective, TokenBatch
-
-RatioSource = Literal["recompute", "bypass"]
 
 
 class PolicyGradient(AlgorithmConfig):
@@ -60,7 +55,7 @@ class PolicyGradient(AlgorithmConfig):
     order. From the second mini-batch on, the policy differs from the one that scored the batch, so the clip acts."""
     epochs: int = Field(default=1, ge=1)
     """Number of passes over all mini-batches of a batch."""
-    ratio: RatioSource | None = None
+    ratio: Literal["recompute", "bypass"] | None = None
     """Where the old log-probabilities of the policy ratio come from. `recompute`: from the trainer, before the first
     update of the batch. With one update they are the training pass's own, and the ratio is 1. `bypass`: from the
     engine, so that the clip acts on the change of the policy since a token was sampled; no importance weight is used.
@@ -263,15 +258,8 @@ class PolicyGradient(AlgorithmConfig):
 
     def objective(self, batch: TokenBatch) -> Objective:
         aggregate = Aggregation.of(used_tokens(batch), self.loss_aggregation, self.loss_length or 1)
-        return PolicyObjective(
-            self.surrogate,
-            self.centering is not None,
-            self.correction,
-            aggregate,
-            self.kl,
-            self.entropy,
-            self.ratio == "bypass",
-        )
+        centers, bypass = self.centering is not None, self.ratio == "bypass"
+        return PolicyObjective(self.surrogate, centers, self.correction, aggregate, self.kl, self.entropy, bypass)
 
     def notes(self) -> list[str]:
         said = []

@@ -122,16 +122,11 @@ def generalised_advantages(rewards: Tensor, values: Tensor, used: Tensor, gamma:
     A_t = d_t + gamma · lambda · A_next.
 
     d_t = reward_t + gamma · V_next - V_t. "next" is the next used token, so a tool's answer in between changes nothing.
-    After the last used token A and V are 0.
+    After the last used token A and V are 0. With gae_lambda=1, A sums up all later rewards; with 0, it looks only at
+    the next value.
 
-    Args:
-        rewards: [B, S] of each token.
-        values: [B, S], the return that the critic expected before the token.
-        used: bool [B, S].
-        gae_lambda: with 1, A sums up all later rewards; with 0, A looks only at the next value.
-
-    Returns:
-        float64 [B, S], 0 on tokens that are not used.
+    rewards: [B, S] of each token. values: [B, S], the return that the critic expected before the token. used: bool
+    [B, S]. The result is float64 [B, S], 0 on tokens that are not used.
     """
     rewards, values = rewards.double(), values.double()
     advantages = torch.zeros_like(values)

@@ -26,7 +26,6 @@ from fp8rl.rollout.tasks.environments import HarnessSection
 from fp8rl.rollout.tasks.rewards import RewardsSection
 from fp8rl.rollout.tasks.rewards.builtin import BUILT_IN
 
-_HEX = 32
 SAMPLED_BEYOND = 64 << 20
 """Size in bytes up to which a file of weights is hashed whole."""
 _PIECES, _PIECE = 64, 1 << 20
@@ -153,7 +152,7 @@ def _digest(files: list[Path]) -> str:
                     opened.seek((size - _PIECE) * index // (_PIECES - 1))
                     own.update(opened.read(_PIECE))
         total.update(own.digest())
-    return total.hexdigest()[:_HEX]
+    return total.hexdigest()[:32]
 
 
 T = TypeVar("T", ModelSection, TeacherSection, TrainSource, EvalSet, DataSource)

@@ -113,10 +113,6 @@ _OF_NUMBER = re.compile(r"mismatch/.+_pos_(?P<position>\d+)|(?:rollout/tokens|dr
 _MAY_BE_LATE = [action for action in SEVERITY if action not in WITHHOLDING or action == "checkpoint_and_stop"]
 
 
-_MAY_NAME_PARTS = ("http",)
-"""Built-in rewards that may return several numbers."""
-
-
 def _alone(index: int, gate: GateSection, e: Experiment) -> Iterator[UserError]:
     key, action, measured = f"gates.{index}", gate.action, metric(gate.metric)
     if not e.algorithm.samples and action != "warn":
@@ -187,7 +183,7 @@ def _known(name: str, experiment: Experiment) -> Sequence[str] | None:
     known: list[str] = []
     if name.startswith(REWARD_PARTS):
         functions = experiment.rewards.functions
-        whole = {reward.function for reward in functions} <= BUILT_IN.keys() - set(_MAY_NAME_PARTS)
+        whole = {reward.function for reward in functions} <= BUILT_IN.keys() - {"http"}  # which may return several
         known = [REWARD_PARTS + reward.label for reward in functions] if len(functions) > 1 or not whole else []
         name = "/".join(name.split("/")[:3])
     elif name.startswith("eval/") and name != "eval/at_step":

@@ -104,10 +104,8 @@ class ScoredBatch:
 def redraw_metrics(draws: Tensor, tokens: Tensor, mask: Tensor) -> dict[str, float]:
     """Return `mismatch/redraw_...` of a batch; nothing if no token was drawn again.
 
-    Args:
-        draws: int64 [B, S], the tokens that the trainer drew; `NOT_DRAWN` where it drew none.
-        tokens: int64 [B, S].
-        mask: bool [B, S], the tokens that were sampled at the weights that the trainer drew with.
+    draws, tokens: int64 [B, S]; draws: `NOT_DRAWN` where the trainer drew none. mask: bool [B, S], the tokens that were
+    sampled at the weights that the trainer drew with.
     """
     drawn = mask & (draws != NOT_DRAWN)
     count = int(drawn.sum())

@@ -18,36 +18,19 @@ DROPPED = "tracking/nonfinite_dropped"
 
 
 class MetricsLog:
-    """Appends rows to a metrics file; steps rise strictly from row to row.
+    """Appends rows to a metrics file. Rows of steps after `last` are removed, because a resumed run repeats them."""
 
-    A new run must find no rows. A resumed run keeps the rows up to `resume_step`. It repeats the later steps, so it
-    removes their rows.
-
-    Raises:
-        ValueError: a new run finds rows.
-    """
-
-    def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
-        rows = read_metrics(path)
-        if rows and resume_step is None:
-            raise ValueError(f"{path}: found {len(rows)} rows, expected none for a new run; resume it or remove them")
-        kept = [row for row in rows if resume_step is not None and row["step"] <= resume_step]
+    def __init__(self, path: Path, last: int = -1) -> None:
+        kept = [row for row in read_metrics(path) if row["step"] <= last]
         write_atomically(path, "".join(_line(row) for row in kept))
-        self._last_step: int | None = kept[-1]["step"] if kept else None
         self._path, self._file = path, path.open("ab", buffering=0)
 
     def append(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Write the row of `step`. Return its finite metrics, and the number of metrics that were dropped. Raises
-        ValueError: `step` is not above the last row's."""
-        if self._last_step is not None and step <= self._last_step:
-            raise ValueError(
-                f"step: found {step}, expected more than {self._last_step}, the last row's step; log each step once"
-            )
+        """Write the row of `step`. Return its finite metrics, and the number of metrics that were dropped."""
         values = {name: value if isinstance(value, int) else float(value) for name, value in metrics.items()}
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         finite[DROPPED] = len(values) - len(finite)
         append_whole(self._file, self._path, _line({"step": step, **finite}).encode())
-        self._last_step = step
         return finite
 
     def close(self) -> None:

@@ -25,23 +25,21 @@ class RunTracker:
 
     Args:
         run: the run's directory, already created.
-        all_rollouts: write all trajectories of a step, not only those that are shown.
-        resume_step: the step of the checkpoint that a resumed run starts from; later rows are cut.
         trackers: they get every row, sample rollouts, and the run's end.
+        all_rollouts: write all trajectories of a step, not only those that are shown.
+        last: the step of the checkpoint that a resumed run starts from; later rows are cut.
     """
 
-    def __init__(
-        self, run: RunDir, trackers: BackgroundTrackers, *, all_rollouts: bool = True, resume_step: int | None = None
-    ) -> None:
+    def __init__(self, run: RunDir, trackers: BackgroundTrackers, *, all_rollouts: bool = True, last: int = -1) -> None:
         self._run_dir, self._all_rollouts = run, all_rollouts
-        self._metrics = MetricsLog(run.metrics, resume_step=resume_step)
+        self._metrics = MetricsLog(run.metrics, last)
         self._trackers = trackers
         self._writer = ThreadPoolExecutor(1, "rollouts")
         self._to_write: tuple[int, Samples] | None = None
         self._writing: Future[None] | None = None
 
     def log(self, step: int, metrics: Mapping[str, float], samples: Samples = lambda: ((), ())) -> dict[str, float]:
-        """Record a step; steps rise strictly. Values that are not finite are dropped and counted.
+        """Record a step. Values that are not finite are dropped and counted.
 
         samples: returns the step's trajectories, and the answers that it scored for later steps. The next `write`
             calls it in the background. The next `log`, `wait` or `finish` raises its error.

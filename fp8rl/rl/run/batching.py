@@ -47,15 +47,10 @@ def batch_from_trajectories(
     The field `rollout_logprobs` is the engine's logprob of each target as received (NaN and inf included), 0 elsewhere.
     If the engine reported its likeliest tokens, there are `LIKELY_IDS` and `LIKELY_LOGPROBS`, too.
 
-    Args:
-        trajectories: a trajectory without sampled tokens gives a row without targets.
-        temperature: the temperature that the tokens were sampled with.
-        replay: whether the trainer is to take the engine's routes.
-        redraws: number of rows, spread over the batch, whose tokens the trainer is to draw again.
-        truncation: the limits that the tokens were drawn under; the batch has supports if the engine reported any.
+    trajectories: one without sampled tokens gives a row without targets. temperature, replay, truncation: as in
+    `TokenBatch`. redraws: number of rows, spread over the batch, whose tokens the trainer is to draw again.
 
-    Raises:
-        ValueError: numbers of logprobs, routes or supports do not fit the tokens, or a prompt is empty.
+    Raises ValueError: numbers of logprobs, routes or supports do not fit the tokens, or a prompt is empty.
     """
     batch = TokenBatch.of([t.prompt_ids for t in trajectories], [t.token_ids for t in trajectories], temperature)
     for row, trajectory in enumerate(trajectories):

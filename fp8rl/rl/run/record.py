@@ -90,7 +90,7 @@ class Record:
             self.console.note(f"live     {leet(files)}    (in a second terminal)")
         run = Tracked(files, experiment.to_dict(), resumed, experiment.run.steps, tracking.wandb)
         trackers = BackgroundTrackers(tracking.recorded, run, lost=partial(self.events.add, TRACKER_LOST, 1))
-        tracker = RunTracker(files, trackers, all_rollouts=every, resume_step=self.resume_step)
+        tracker = RunTracker(files, trackers, all_rollouts=every, last=last)
         self.tracker = self._closing.enter_context(tracker)
         self.checkpoints = self._closing.enter_context(Checkpoints(files, experiment, self._held))
         sessions, _ = sessions_found(files.sessions)

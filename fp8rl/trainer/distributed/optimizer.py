@@ -7,6 +7,7 @@ import platform
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -98,14 +99,12 @@ class Optimizer:
     @torch.no_grad()
     def grad_norm(self) -> float:
         """Prepare the gradients for `step`, and return the norm of all of them."""
-        self.host_copy.check_onloaded()
         self.inner.prepare_grads()
         return float(self.inner.get_grad_norm())
 
     @torch.no_grad()
     def step(self, norm: float) -> float:
         """Clip the gradients, apply them, and return the learning rate. norm: the finite result of `grad_norm`."""
-        self.host_copy.check_onloaded()
         with applied(CUDA_TYPES):
             for optimizer in self.inner.chained_optimizers:
                 if optimizer.get_parameters():
@@ -143,6 +142,11 @@ class Optimizer:
                 for name, value in state.items():
                     if name == "step" or name.startswith("exp_avg"):
                         value.zero_()
+
+    @property
+    def buffers(self) -> list[Any]:
+        """Megatron's buffers. Each has parameters and their gradients."""
+        return [*self.model.buffers, *self.model.expert_parallel_buffers]
 
     @property
     def lr(self) -> float:

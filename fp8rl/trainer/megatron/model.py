@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.fp8_utils import get_fp8_recipe
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
@@ -46,7 +47,8 @@ def build_model(
     quantize otherwise than `lowering` says, or a family of ops in the model has no modules for this mode."""
     mode, sizes = precision.numerics.mode, definition.sizes
     megatron_config = transformer_config(definition, config, dtype, mode, lowering)
-    te_runtime.check(lowering, megatron_config)
+    if lowering.recipe is not None:
+        te_runtime.check(lowering, get_fp8_recipe(megatron_config))
     # Megatron names the device of every weight but the routers' (moe/router.py:53).
     with torch.device(torch.cuda.current_device()):
         model = GPTModel(

@@ -42,15 +42,6 @@ def prepare(lowering: Lowering) -> None:
             os.environ[name] = value
 
 
-def check(lowering: Lowering, config: TransformerConfig) -> None:
-    """Check that Megatron makes the recipe of `lowering` from `config`. Raises UserError: it makes another recipe."""
-    if lowering.recipe is None:
-        return
-    from megatron.core.fp8_utils import get_fp8_recipe
-
-    compare(lowering, get_fp8_recipe(config))
-
-
 def switch(built: Lowering, wanted: Lowering, config: TransformerConfig) -> None:
     """Switch a model that was built with the lowering `built` to `wanted`, from the next forward pass on.
 
@@ -67,8 +58,8 @@ def switch(built: Lowering, wanted: Lowering, config: TransformerConfig) -> None
     config.fp8 = wanted.config.get("fp8")
 
 
-def compare(lowering: Lowering, recipe: object) -> None:
-    """Raise `UserError` unless `recipe` is the recipe of `lowering`."""
+def check(lowering: Lowering, recipe: object) -> None:
+    """Check that Megatron has made the recipe of `lowering`. Raises UserError: `recipe` is another one."""
     kind, expected = type(recipe).__name__, lowering.recipe or {}
     found: dict[str, Any] = {}
     for name in expected if kind == lowering.recipe_kind else ():  # dotted; None if an older version lacks it

@@ -35,9 +35,8 @@ class Head:
 
         weight: the weight to use in place of `self.weight`, for example one without a gradient.
         """
-        out: Tensor = self.layer(hidden, weight=self.weight if weight is None else weight, runtime_gather_output=None)[
-            0
-        ]
+        used = self.weight if weight is None else weight
+        out: Tensor = self.layer(hidden, weight=used, runtime_gather_output=None)[0]
         return out
 
     def local_product(self, hidden: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:

@@ -80,16 +80,10 @@ class MicroBatch:
 def plan(lengths: list[int], dp_size: int, budget: int, multiple: int = 1) -> list[list[list[int]]]:
     """Assign rows to ranks and micro-batches. Every rank computes the same plan and gets equally many micro-batches.
 
-    Rows of similar length share a micro-batch. A micro-batch has at most `budget` padded tokens, or one longer row. A
-    rank with too few rows gets empty micro-batches.
+    Rows of similar length share a micro-batch. A micro-batch has at most `budget` tokens, padding to a multiple of
+    `multiple` included, or one longer row. A rank with too few rows gets empty micro-batches.
 
-    Args:
-        lengths: number of tokens of each row.
-        budget: largest number of tokens of a micro-batch, padding included.
-        multiple: rows are padded to a multiple of this number of tokens.
-
-    Returns:
-        For each rank, for each of its micro-batches, the numbers of the rows.
+    lengths: number of tokens of each row. The result has, for each rank and micro-batch, the numbers of the rows.
     """
     longest_first = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     filled = [_fill(longest_first[rank::dp_size], lengths, budget, multiple) for rank in range(dp_size)]

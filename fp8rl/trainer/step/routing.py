@@ -20,7 +20,6 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import Tensor, nn
 
-from fp8rl.numerics.core.errors import user_error
 from fp8rl.trainer import device
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.megatron.patches import become
@@ -34,17 +33,12 @@ def routing_of(model: nn.Module, batch: TokenBatch, layout: Layout, counting: bo
 
     counting: whether to count the tokens of each expert.
 
-    Raises:
-        UserError: the batch has routes, and the model is split over pipeline stages.
-        ValueError: the routes have the layers or the experts of another model.
+    Raises ValueError: the routes have the layers or the experts of another model.
     """
     routers: list[Any] = []
     if counting or batch.routes is not None:
         routers = [module for module in model.modules() if hasattr(module, "router_replay")]
     if batch.routes is not None:
-        if layout.pp_size > 1:
-            remedy = "Set trainer.pp=1, or numerics.router_replay=off."
-            raise user_error("trainer.pp", layout.pp_size, "1 with numerics.router_replay", remedy)
         _check_routes(batch, routers)
     layers: list[LayerRouting] = [become(router.router_replay, LayerRouting) for router in routers]
     loads = None
@@ -77,13 +71,8 @@ class Routing:
         if micro.batch.routes is None or not micro.batch.replay:
             return
         # Routers see [S, B] tokens, and under sequence parallelism this rank's part of S.
-        part = (
-            micro.to_model(micro.batch.routes)
-            .transpose(0, 1)
-            .chunk(self._layout.tp_size)[self._layout.tp_rank]
-            .long()
-            .flatten(0, 1)
-        )
+        whole = micro.to_model(micro.batch.routes).transpose(0, 1)
+        part = whole.chunk(self._layout.tp_size)[self._layout.tp_rank].long().flatten(0, 1)
         for layer, experts in zip(self._layers, part.unbind(1), strict=True):
             layer.target_topk_idx = experts
 

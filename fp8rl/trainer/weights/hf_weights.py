@@ -27,7 +27,7 @@ from fp8rl.numerics.weight_cache import Frozen, WeightCache, freeze
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.megatron import te_runtime
 from fp8rl.trainer.modules.weights import matrices, named_weights
-from fp8rl.trainer.weights.export import Exporter, MegatronWeights
+from fp8rl.trainer.weights.export import Exporter
 
 
 class HFWeights(Exporter):
@@ -67,22 +67,58 @@ class HFWeights(Exporter):
     def adopt(self, model: GPTModel, base: SharedBase, waits: bool = False) -> int:
         """Let the model's frozen parameters read their values from a base. Return the bytes of parameters that cannot.
 
-        See `adopt_parameter`. waits: the model is not loaded yet, so also load the other parameters.
+        waits: the model is not loaded yet, so also load the other parameters.
         """
         self._base = base
         whole = self.whole(model)
         frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         parts = {name: [one for one, _ in matrices(name, p)] for name, p in frozen}
-        kept = [
-            (name, p)
-            for name, p in frozen
-            if not adopt_parameter(p, [whole(one) for one in parts[name]], base, self._scales, self._layout)
-        ]
+        kept = [(name, p) for name, p in frozen if not self._adopts(p, [whole(one) for one in parts[name]], base)]
         if waits:
             for _, parameter in kept:
                 own_memory(parameter)
             self.load(model, {*(one for name, _ in kept for one in parts[name]), *dict(self._buffers(model))})
         return sum(parameter.nbytes for _, parameter in kept)
+
+    # FP8 products read the base's codes (`weight_cache.Frozen`); each call takes the rank's part of them, in Megatron's
+    # order of rows. A weight that is not quantized becomes a view of the base if the base has the same numbers in the
+    # same order. Otherwise it keeps memory of its own: a fused q|k|v in BF16, a part of a row-parallel weight, another
+    # dtype.
+
+    def _adopts(self, parameter: nn.Parameter, names: Sequence[str], base: SharedBase) -> bool:
+        """Let a frozen parameter read its values from a base, which engines read too. Return False if it cannot.
+
+        names: the parameter's name in the whole model or, for stacked experts, each expert's name.
+        """
+        in_table = all(name in base.model.tensors.in_megatron for name in names)
+        rows = [self.rows_of(name) for name in names] if in_table else []
+        if not rows or rows[0][0].name not in base.tensors:
+            return False
+        stored = base.fused(rows[0], len(rows) if parameter.dim() == 3 else 0)
+        axis = self._megatron.axis(names[0], parameter)
+        if isinstance(stored, QuantizedTensor):
+            freeze(parameter, self._frozen(stored, names[0], axis))
+            return True
+        ranks, rank = (1, 0) if axis is None else (self._layout.tp_size, self._layout.tp_rank)
+        view = stored if axis is None else stored.chunk(ranks, axis)[rank]
+        alike = (view.shape, view.dtype) == (parameter.shape, parameter.dtype) and view.is_contiguous()
+        if rows[0][0].megatron.layout == "heads" or len(rows[0]) > 1 < ranks or not alike:
+            return False
+        parameter.data = view
+        return True
+
+    def _frozen(self, held: QuantizedTensor, name: str, axis: int | None) -> Frozen:
+        """Return this rank's part of the codes of a parameter. axis: as in `part`."""
+        ranks, rank = (1, 0) if axis is None else (self._layout.tp_size, self._layout.tp_rank)
+        if axis == 1:
+            return Frozen(held).chunk(ranks, -1)[rank]
+        rows, block = self.rows_of(name), held.spec.group
+        if ranks == 1 and rows[0].megatron.layout == "rows":
+            return Frozen(held)
+        blocks = torch.arange(held.data.shape[-2] // block, device=held.data.device)
+        pieces = list(blocks.split([row.shape[0] // block for row in rows]))
+        order = self._scales.share(name, self._scales.fuse(name, pieces), axis, ranks)[rank]
+        return Frozen(held, order.contiguous(), block)
 
     def rows(self, model: GPTModel) -> dict[str, Sequence[TensorRow]]:
         """Return for each of this rank's weights and buffers the checkpoint's tensors in it, whole or in part."""
@@ -149,56 +185,3 @@ class HFWeights(Exporter):
                 yield name, weight.dequantize(self._dtype) if isinstance(weight, QuantizedTensor) else weight
         finally:
             exhaust(weights)
-
-
-# A frozen parameter of the trainer, read from a base in the engine's layout.
-#
-# FP8 products read the base's codes (`weight_cache.Frozen`); each call takes the rank's part of them, in Megatron's
-# order of rows. A weight that is not quantized becomes a view of the base if the base has the same numbers in the same
-# order. Otherwise it keeps memory of its own: a fused q|k|v in BF16, a part of a row-parallel weight, another dtype.
-
-
-def adopt_parameter(
-    parameter: nn.Parameter, names: Sequence[str], base: SharedBase, scales: MegatronWeights, layout: Layout
-) -> bool:
-    """Let a frozen parameter read its values from a base, which engines read too. Return False if it cannot.
-
-    names: the parameter's name in the whole model or, for stacked experts, each expert's name.
-    """
-    in_table = all(name in base.model.tensors.in_megatron for name in names)
-    rows = [scales.rows(name) for name in names] if in_table else []
-    if not rows or rows[0][0].name not in base.tensors:
-        return False
-    stacked = parameter.dim() == 3
-    stored = base.fused(rows[0], len(rows) if stacked else 0)
-    axis = scales.axis(names[0], parameter)
-    ranks, rank = (1, 0) if axis is None else (layout.tp_size, layout.tp_rank)
-    if isinstance(stored, QuantizedTensor):
-        freeze(parameter, _frozen(stored, names[0], rows[0], scales, ranks, rank, axis))
-        return True
-    view = stored if axis is None else stored.chunk(ranks, axis)[rank]
-    alike = (view.shape, view.dtype) == (parameter.shape, parameter.dtype) and view.is_contiguous()
-    if rows[0][0].megatron.layout == "heads" or len(rows[0]) > 1 < ranks or not alike:
-        return False
-    parameter.data = view
-    return True
-
-
-def _frozen(
-    held: QuantizedTensor,
-    name: str,
-    rows: Sequence[TensorRow],
-    scales: MegatronWeights,
-    ranks: int,
-    rank: int,
-    axis: int | None,
-) -> Frozen:
-    if axis == 1:
-        return Frozen(held).chunk(ranks, -1)[rank]
-    block = held.spec.group
-    if ranks == 1 and rows[0].megatron.layout == "rows":
-        return Frozen(held)
-    blocks = torch.arange(held.data.shape[-2] // block, device=held.data.device)
-    pieces = list(blocks.split([row.shape[0] // block for row in rows]))
-    order = scales.share(name, scales.fuse(name, pieces), axis, ranks)[rank]
-    return Frozen(held, order.contiguous(), block)

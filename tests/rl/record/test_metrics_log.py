@@ -40,18 +40,10 @@ def test_nonfinite_values_are_dropped_and_counted_and_scalars_of_other_libraries
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, **written}]
 
 
-def test_a_step_is_logged_once(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path / "metrics.jsonl")
-    log.append(3, {})
-    for step in (3, 2):
-        with pytest.raises(ValueError, match=f"found {step}, expected more than 3"):
-            log.append(step, {})
-
-
 def test_resume_cuts_the_rows_after_the_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write_log(path, range(1, 8))
-    log = MetricsLog(path, resume_step=4)
+    log = MetricsLog(path, last=4)
     assert steps_of(path) == [1, 2, 3, 4]
     log.append(5, {"train/loss": 99.0})
     assert [row["train/loss"] for row in read_metrics(path)] == [0.5, 1.0, 1.5, 2.0, 99.0]
@@ -63,15 +55,8 @@ def test_a_torn_last_line_is_ignored_and_removed_on_resume(tmp_path: Path) -> No
     with path.open("ab") as file:
         file.write(b'{"step": 4, "train/lo')
     assert steps_of(path) == [1, 2, 3]
-    MetricsLog(path, resume_step=3).append(4, {})
+    MetricsLog(path, last=3).append(4, {})
     assert steps_of(path) == [1, 2, 3, 4]
-
-
-def test_a_new_run_does_not_append_to_an_old_one(tmp_path: Path) -> None:
-    write_log(tmp_path / "metrics.jsonl", range(1, 3))
-    with pytest.raises(ValueError, match="found 2 rows, expected none"):
-        MetricsLog(tmp_path / "metrics.jsonl")
-    assert steps_of(tmp_path / "metrics.jsonl") == [1, 2]
 
 
 @pytest.mark.parametrize(

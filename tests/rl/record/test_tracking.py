@@ -59,7 +59,7 @@ def test_trajectories_are_written_beside_the_next_step_and_a_failure_is_not_lost
         with pytest.raises(OSError, match="no room"):
             tracker.log(3, {})
     assert run.metrics.read_text().count("\n") == 2
-    with pytest.raises(OSError, match="no room"), tracking(run, resume_step=2) as tracker:
+    with pytest.raises(OSError, match="no room"), tracking(run, last=2) as tracker:
         tracker.log(3, {}, failing)
 
 

@@ -113,7 +113,7 @@ def test_experts_that_are_one_parameter_and_parameters_of_their_own_have_the_sam
 
 
 def _by_name(trainer: Any) -> list[tuple[str, str, torch.Tensor]]:
-    return sorted((each for each in optimizer_state(trainer) if each[1] != "rest"), key=lambda each: each[:2])
+    return sorted((each for each in optimizer_state(trainer.optimizer) if each[1] != "rest"), key=lambda each: each[:2])
 
 
 def test_a_checkpoint_of_weights_has_no_past(moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
@@ -129,9 +129,9 @@ def test_a_checkpoint_of_weights_has_no_past(moe_path: Path, tmp_path: Path, mak
     saved = dict(trainer.model.named_parameters())
     for name, weight in other.model.named_parameters():
         assert torch.equal(weight, saved[name]), name
-    for name, kind, tensor in optimizer_state(other):
+    for name, kind, tensor in optimizer_state(other.optimizer):
         assert kind == "masters" or not bool(tensor.any()), name
-    masters = sum(float(t.double().sum()) for _, kind, t in optimizer_state(other) if kind == "masters")
+    masters = sum(float(t.double().sum()) for _, kind, t in optimizer_state(other.optimizer) if kind == "masters")
     assert masters == sum(float(p.detach().double().sum()) for p in saved.values() if p.dtype == torch.bfloat16)
     assert other.optimizer.schedule.num_steps == 2
 

@@ -90,7 +90,7 @@ def _both_ways(path: Path, layout: Layout, config: TrainerSection):
 
     trainer = trainer_on(layout, config, path, "bf16")
     torch.manual_seed(layout.rank)
-    for _, kind, tensor in optimizer_state(trainer):
+    for _, kind, tensor in optimizer_state(trainer.optimizer):
         if kind == "moments":
             tensor.normal_()
     gathering.AT_ONCE = PIECE

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from fp8rl.trainer.distributed import optimizer as optimizer_module
 from fp8rl.trainer.distributed.offload import HostCopy
 from fp8rl.trainer.distributed.optimizer import _create_moments, step_threads
-from fp8rl.trainer.inventory import buffers, optimizer_state
+from fp8rl.trainer.inventory import optimizer_state
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.holdings import bytes_held
 from tests.support.trainers import save_checkpoint
 
 
 def state_of(trainer) -> dict[str, torch.Tensor]:
-    state = {f"{kind} of {name}": tensor for name, kind, tensor in optimizer_state(trainer)}
+    state = {f"{kind} of {name}": tensor for name, kind, tensor in optimizer_state(trainer.optimizer)}
     return state | {name: parameter.detach() for name, parameter in trainer.model.named_parameters()}
 
 
@@ -38,9 +38,9 @@ def test_training_goes_on(model: str, dtype: Any, tmp_path, make_trainer, models
         trainer.train_step(batch, cross_entropy(batch))
     held = bytes_held(moving)
     moved = moving.offload().moved
-    gradients = sum(buffer.grad_data.nbytes for buffer in buffers(moving))
+    gradients = sum(buffer.grad_data.nbytes for buffer in moving.optimizer.buffers)
     assert moved == held["masters"] + held["moments"] + gradients and gradients >= held["gradients"]
-    assert all(buffer.grad_data.untyped_storage().nbytes() == 0 for buffer in buffers(moving))
+    assert all(buffer.grad_data.untyped_storage().nbytes() == 0 for buffer in moving.optimizer.buffers)
     assert moving.offload().moved == moved, "once is enough"
     assert moving.score(batch)[1].equal(staying.score(batch)[1])
     for trainer, name in ((moving, "moving"), (staying, "staying")):

@@ -174,9 +174,9 @@ def test_the_environment_is_set_and_cleared_until_it_has_been_read(monkeypatch: 
 
 
 def test_the_recipe_that_was_lowered_passes() -> None:
-    te_runtime.compare(DEFAULT, Float8BlockScaling())
+    te_runtime.check(DEFAULT, Float8BlockScaling())
     hybrid = lower(native("fp8", preset="fp8_block_fp32", gradient={"format": "e5m2"}), True)
-    te_runtime.compare(hybrid, Float8BlockScaling(pow2=False, form="HYBRID"))
+    te_runtime.check(hybrid, Float8BlockScaling(pow2=False, form="HYBRID"))
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_the_recipe_that_was_lowered_passes() -> None:
 )  # fmt: skip
 def test_another_recipe_is_refused_with_its_settings(recipe: Any, found: str) -> None:
     with pytest.raises(UserError) as error:
-        te_runtime.compare(replace(DEFAULT, environment={FP32_SCALES: "1", BACKWARD: None}), recipe)
+        te_runtime.check(replace(DEFAULT, environment={FP32_SCALES: "1", BACKWARD: None}), recipe)
     assert found in str(error.value) and f"Start the process with {FP32_SCALES}=1 {BACKWARD} unset" in str(error.value)
 
 

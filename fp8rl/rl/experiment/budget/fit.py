@@ -10,7 +10,6 @@ import torch
 
 from fp8rl.models import read_shape
 from fp8rl.models.shape import Shape
-from fp8rl.numerics.config import Mode
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.experiment.budget.job import Gpu, Job, job_of, teacher_bytes
 from fp8rl.rl.experiment.budget.memory import (
@@ -26,17 +25,11 @@ from fp8rl.rl.experiment.budget.memory import (
 )
 from fp8rl.rl.experiment.experiment import Experiment, with_keys
 from fp8rl.trainer.device import has_transformer_engine
-from fp8rl.trainer.state_bytes import storage_on
+from fp8rl.trainer.state_bytes import storage_on_gpus
 
 SLACK = 0.10
 """Part of a GPU's memory that the calculated peak must leave free: measured peaks differ from calculated ones by up to
 10% (tests/diagnose/plan/test_peak.py), and fragmentation of the allocator comes on top."""
-
-
-NO_ENGINE_FITS: dict[Mode, str] = {
-    "exact": "set numerics.mode=native and raise rollout.tp: on GPUs an exact engine has one rank, which does not fit",
-    "native": "raise rollout.tp: an engine's rank does not fit by itself",
-}
 
 
 def fullest(job: Job, apart: bool) -> Memory:
@@ -135,8 +128,11 @@ def _cure(job: Job, held: MemoryClass, gpu_memory: float) -> Remedy | None:
         case "logits":
             return _cure_of_tokens(job, "trainer.head_chunk_tokens", "1024", layout.head_chunk_tokens > 1024)
         case "weights" if engine_memory(job).peak > gpu_memory:
-            remedy = NO_ENGINE_FITS[job.numerics.mode]
-            return Remedy("rollout.tp", f"{remedy[0].upper()}{remedy[1:]}.", costly=True)
+            remedy = "Raise rollout.tp: an engine's rank does not fit by itself."
+            if job.numerics.mode == "exact":
+                remedy = "Set numerics.mode=native and raise rollout.tp: on GPUs an exact engine has one rank, which "
+                remedy += "does not fit."
+            return Remedy("rollout.tp", remedy, costly=True)
         case "weights" if job.may_sleep and not job.sleep:
             return Remedy(
                 "rollout.sleep", "Set rollout.sleep=true, with which trainer and engines take turns.", costly=True
@@ -184,7 +180,7 @@ def own_gpu() -> Gpu | None:
 def planned_here(shape: Shape, experiment: Experiment, gpu: Gpu) -> tuple[Job, bool]:
     """Return the job of a step on this machine, with the KV cache that an engine gets; and whether the policy's engines
     have GPUs of their own. They do if the trainer leaves enough. The teacher's engines get GPUs after them."""
-    storage = storage_on(experiment.numerics_config(), True, has_transformer_engine())
+    storage = storage_on_gpus(experiment.numerics_config(), has_transformer_engine())
     job = job_of(experiment, shape, storage, gpu.memory)
     left = torch.cuda.device_count() - job.layout.world_size
     if experiment.teacher is not None and left < sum(experiment.engine_ranks):

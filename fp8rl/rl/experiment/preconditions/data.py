@@ -157,7 +157,7 @@ class _Check:
         tokenizer: PreTrainedTokenizerBase,
         after: int,
         rewards: RewardsSection | None,
-        pictures: Sequence[str] = (),
+        pictures: Sequence[str],
     ) -> None:
         self._pictures = pictures
         self._problems, self._experiment, self._tokenizer = problems, experiment, tokenizer

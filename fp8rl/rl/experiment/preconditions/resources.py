@@ -54,7 +54,7 @@ def check_memory(shape: Shape, experiment: Experiment, teacher: Shape | None = N
         job, apart = planned_here(shape, experiment, gpu)
         check_fits(job, fullest(job, apart), gpu)
         stages = range(experiment.trainer.pp)
-        _check_processes(shape, experiment, [_on_the_host(job, stage) for stage in stages], weights=0)
+        _check_processes(experiment, [_on_the_host(job, stage) for stage in stages], weights=0)
         return
     numerics, layout, rollout = experiment.numerics_config(), experiment.trainer, experiment.rollout
     firsts = [stage * layout.stage_size for stage in range(layout.pp)]  # a rank of each pipeline stage
@@ -62,7 +62,7 @@ def check_memory(shape: Shape, experiment: Experiment, teacher: Shape | None = N
     state = [sum(part.total for part in parts) for parts in states]
     element_bytes = numerics.kv_format.dtype.itemsize
     weights = rollout.tp * served_bytes(shape, numerics.rollout_spec, rollout.tp) if experiment.needs_engines else 0
-    left = _check_processes(shape, experiment, state, weights)
+    left = _check_processes(experiment, state, weights)
     if not experiment.needs_engines:
         return
     if teacher is not None and experiment.teacher is not None:
@@ -87,7 +87,7 @@ def check_memory(shape: Shape, experiment: Experiment, teacher: Shape | None = N
         raise user_error("rollout.max_total_tokens", rollout.cache_tokens, expected, remedy)
 
 
-def _check_processes(shape: Shape, experiment: Experiment, states: list[int], weights: int) -> int:
+def _check_processes(experiment: Experiment, states: list[int], weights: int) -> int:
     """Return the bytes of memory that are left beyond all processes. states: bytes of a rank, by stage. weights: bytes
     of an engine's weights."""
     ranks, engines = experiment.trainer.world_size, experiment.engine_ranks

@@ -168,7 +168,7 @@ class Reservations:
         if pack and count <= able[0].room == max(node.room for node in able):
             able = able[:1]
         among = {"ray.io/node-id": f"in({','.join(node.id for node in able)})"}
-        seats = _reserve(up, count, able[0].bundle(1), among, "PACK" if pack else "SPREAD")
+        seats = _reserve(up, count, able[0].bundle(1), among, "PACK" if pack else "SPREAD", None)
         for seat in seats:
             seat.gpus = min(seat.gpus, _PART)
         return sorted(seats, key=lambda seat: up.index(seat.node))
@@ -225,12 +225,7 @@ class Reservations:
 
 
 def _reserve(
-    up: Sequence[Node],
-    count: int,
-    bundle: dict[str, float],
-    labels: dict[str, str],
-    strategy: str,
-    near: str | None = None,
+    up: Sequence[Node], count: int, bundle: dict[str, float], labels: dict[str, str], strategy: str, near: str | None
 ) -> list[_Seat]:
     """Reserve `count` bundles on nodes with these labels, and return a seat in each, which takes all its GPUs. Raises
     NoRoomError. near: the node that Ray prefers."""

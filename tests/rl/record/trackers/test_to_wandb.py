@@ -127,7 +127,7 @@ def test_a_resumed_run_continues_file_and_wandb_id_and_is_marked_where_it_fails(
         tracker.finish(exit_code=3)
     assert [record["exit_code"] for record in of_type(wandb_records(run), "exit")] == [3], "a gate has stopped it"
     first_id = (run.path / "wandb" / "run_id").read_text()
-    with pytest.raises(RuntimeError, match="engine died"), tracking(run, "wandb", resume_step=2) as tracker:
+    with pytest.raises(RuntimeError, match="engine died"), tracking(run, "wandb", last=2) as tracker:
         tracker.log(3, {"train/loss": 30.0})
         raise RuntimeError("engine died")
     assert [row["train/loss"] for row in read_metrics(run.metrics)] == [1.0, 2.0, 30.0]
