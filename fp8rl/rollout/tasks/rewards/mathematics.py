@@ -37,7 +37,6 @@ _RULES = [
     (r"\\varnothing|∅", r"\\emptyset "),
     (r"(\^\{?\\circ\}?|°)\s*[CF]\b", r"\1"),
     (r"√\s*(?:\{([^{}]*)\}|\(([^()]*)\)|(\d+(?:\.\d+)?|[a-zA-Z]))", r"\\sqrt{\1\2\3}"),
-    # Decimals whose last digits repeat for ever, as in 0.333...
     (r"(\.\d{0,30}?)(\d{1,30}?)\2{2,30}(?:\.{3}|…|\\[cl]?dots(?![A-Za-z]))", r"\1\\overline{\2}"),
     # Separators of thousands.
     (r"(?<=\d),(?=\d{3}\s*\\?%)", ""),
@@ -70,9 +69,7 @@ _RULES = [
 _OTHER_ASCII, _OTHER_DIGIT, _ONE_SIGN = map(re.compile, ("[！-～]", r"(?![0-9])\d", "[¼-¾⅐-⅞]"))
 _COMPILED = [(re.compile(pattern), to) for pattern, to in _RULES]
 _POWERS = ("thousand", "million", "billion", "trillion")
-_LARGE = re.compile(
-    rf"(?<=[\d}}])(?:[\s~]|\\[,;: ])*(\\(?:text|mathrm|mbox)\s*\{{\s*)?({'|'.join(_POWERS)})\b(?(1)[^{{}}]*\}})"
-)
+_LARGE = re.compile(rf"(?<=[\d}}])(?:[\s~]|\\[,;: ])*(\\[mt]\w+\s*\{{\s*)?({'|'.join(_POWERS)})\b(?(1)[^{{}}]*\}})")
 _SPACED = re.compile(r"(?<![\w.,])(\d{1,3}(?: \d{3})+)(?![\w,])")
 _EXPONENT = re.compile(
     r"(?<![\w.])(?:(\d+\.\d+)[eE]\+?(-?\d+)|(\d+)[eE](?:\+(?=\d\d))?(\d+|-\d{2,}))(?!\w|\.\d)(?:\.(?=\s|$))?"
@@ -163,8 +160,7 @@ def math(answer: str, reference: str, finished: bool) -> float:
     """
     if not finished:
         return 0.0
-    gold = final_integer(reference)
-    if gold is not None and final_integer(answer) == gold:
+    if (gold := final_integer(reference)) is not None and final_integer(answer) == gold:
         return 1.0
     if not (expected := _expected(reference)):
         raise ValueError(f"found {reference!r}, expected a reference with an expression that math-verify can read")
@@ -212,8 +208,7 @@ _NOT_ONE = re.compile(
     r"(?<!frac )(?<!binom )(?<![\d.])\d[\d.]*(?:\s|\\q?quad)+(?:[A-Za-z]+\s+)?\d|^[+/^*]\s"
     r"|\d\s*\\text\s*\{[^{}]*\}.*(?<![\^_\d-])(?<![\^_-]\{)\d.*\}$"
 )
-"""Two numbers side by side, which math-verify would add, or an expression without its beginning, or a number behind a
-unit, which math-verify would drop."""
+"""Numbers side by side, which math-verify would add, or behind a unit, which it would drop; a text that begins late."""
 
 # Where a text states its result.
 
@@ -330,8 +325,7 @@ def _exact(value: Any) -> Any:
 
     math-verify rounds floats to six decimals, so that 1.6e-19 and 9.1e-31 would be equal.
     """
-    from sympy import Basic, Float, MatrixBase, Mul, Rational, UnevaluatedExpr
-    from sympy.core.relational import Relational
+    from sympy import Basic, Float, MatrixBase, Mul, Rational, Rel, UnevaluatedExpr
 
     if isinstance(value, Float):
         return Rational(str(value))
@@ -344,7 +338,7 @@ def _exact(value: Any) -> Any:
     before = getattr(value, "_unsorted_args", value.args)
     after = [_exact(part) for part in before]
     if any(old is not new for old, new in zip(before, after, strict=True)):  # else a product loses the order of a word
-        value = value.func(*after, evaluate=False) if isinstance(value, Relational) else value.func(*after)
+        value = value.func(*after, evaluate=False) if isinstance(value, Rel) else value.func(*after)
     if value.is_number and (computed := value.doit()).is_Rational:
         return computed
     return value
@@ -367,10 +361,9 @@ def _equal(gold: Any, own: Any) -> bool:
     if not (getattr(gold, "is_number", False) and getattr(own, "is_number", False)):
         return bool(verify(gold, own, numeric_precision=_DIGITS, allow_set_relation_comp=True, timeout_seconds=None))
     shares = [_percent(gold), _percent(own)]
-    if (shares[0] is None) == (shares[1] is None):
-        return _same_number(gold, own)
+    bare = [n if s is None else s for n, s in zip((gold, own), shares)]
     # 25% is right for 0.25, and for 25 in an answer that leaves the sign out, or adds it.
-    return _same_number(gold, own) or _same_number(*(n if s is None else s for n, s in zip((gold, own), shares)))
+    return _same_number(gold, own) or (shares.count(None) == 1 and _same_number(*bare))
 
 
 def _same_number(one: Any, other: Any) -> bool:
