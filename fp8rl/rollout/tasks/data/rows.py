@@ -202,8 +202,7 @@ def _as_it_is_named(data_files: Any) -> Iterator[None]:
 
 
 def _check_all_read(path: Path, read: Mapping[str, Sequence[str]], key: str) -> None:
-    """Refuse a directory with tables that `datasets` passes over. It reads files of one kind, and if names of files
-    say a split, only files of splits."""
+    """Refuse a directory with tables that `datasets` passes over, as they are of another kind or of no split."""
     names = {str(Path(name).relative_to(path.resolve())) for files in read.values() for name in files}
     for file in sorted(path.rglob("*")):
         name = str(file.relative_to(path))

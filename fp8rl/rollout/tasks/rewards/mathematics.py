@@ -321,10 +321,8 @@ def _compared(gold: Any, own: Any) -> bool:
 
 
 def _exact(value: Any) -> Any:
-    """Return an expression with decimals as fractions and with rational parts computed.
-
-    math-verify rounds floats to six decimals, so that 1.6e-19 and 9.1e-31 would be equal.
-    """
+    """Return an expression with rational parts computed and with decimals as fractions. math-verify rounds floats to
+    six decimals, so that 1.6e-19 and 9.1e-31 would be equal."""
     from sympy import Basic, Float, MatrixBase, Mul, Rational, Rel, UnevaluatedExpr
 
     if isinstance(value, Float):
