@@ -6,14 +6,14 @@ from tests.support.paths import ROOT
 
 LINES = {
     "numerics": 10_695,
-    "models": 5_324,
+    "models": 5_323,
     "trainer": 8_411,
     "rollout": 7_785,
     "weight_sync": 1_412,
-    "rl": 12_972,
+    "rl": 12_971,
     "diagnose": 3_848,
     "cli": 1_748,
-    "tests": 41_742,
+    "tests": 41_774,
 }
 """Lines of Python files, blank ones and comments too. `cli` is what lies in fp8rl/ beside the packages.
 
