@@ -139,7 +139,7 @@ def open_rows(path: Path, split: str | None, key: str, name: str | None = None, 
             `key`.
     """
     check_path(path, key)
-    if "::" in str(path.resolve()) and (path.is_dir() or path.suffix == ".parquet"):
+    if (path.is_dir() or (path.suffix == ".parquet" and path.is_file())) and "::" in str(path.resolve()):
         expected = "a path without '::', which datasets takes for a chain of addresses"
         raise user_error(key, str(path), expected, "Rename it, or move it.")
     if path.is_dir():
