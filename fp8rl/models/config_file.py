@@ -144,10 +144,8 @@ class ConfigFile:
         return rope or {}
 
     def rope_scaling(self, known: Literal["yarn", "llama3"]) -> Scaling | None:
-        """Return the method that lengthened the context, or None. All places of the config must agree on it.
-
-        known: the one method that is accepted.
-        """
+        """Return the method that lengthened the context, or None. All places of the config must agree on it. known: the
+        one method that is accepted."""
         found = {name: self._scaling_at(name, known) for name in _ROPE_PLACES if self._values.get(name) is not None}
         return self._agreed("rope_scaling", found, "one scaling in all places")
 
@@ -155,7 +153,8 @@ class ConfigFile:
         """Return the scaling that the key `name` describes. known: the accepted method, if any. unused: further keys
         that may be there."""
         rope = self._rope(name)
-        kind = rope.get("rope_type") or rope.get("type") or "default"
+        named = {key: str(rope[key]) for key in ("rope_type", "type") if rope.get(key)}
+        kind = self._agreed(f"{name}.rope_type", named, "one method") or "default"
         if kind not in ("default", known):
             expected = "'default'" if known is None else f"'default' or {known!r}"
             raise self._variant(f"{name}.rope_type", kind, expected)

@@ -210,6 +210,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"mlp_bias": True}, "mlp_bias in .*found True, expected False"),
     (LLAMA, {"rope_scaling": LINEAR}, "rope_scaling.rope_type in .*'default' or 'llama3'"),
     (LLAMA, {"rope_parameters": LLAMA3 | {"beta_fast": 32}}, "rope_parameters.beta_fast in .*expected no such key"),
+    (LLAMA, {"rope_parameters": LLAMA3 | {"type": "yarn"}}, "rope_parameters.rope_type in .*expected one method"),
     (LLAMA, {"rope_parameters": LLAMA3 | {"factor": None}}, "rope_parameters.factor in .*a positive number"),
     (LLAMA, {"rope_parameters": LLAMA3 | {"low_freq_factor": 4}}, "low_freq_factor in .*less than high_freq_factor"),
     (MISTRAL, {"sliding_window": 4096}, "sliding_window in .*found 4096, expected null.*no windows"),

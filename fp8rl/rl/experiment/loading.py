@@ -137,9 +137,7 @@ def _inherited(layer: dict[str, Any], path: Path, ancestors: tuple[Path, ...], s
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    return _values(
-        read_text(path, "spec", "an existing YAML file", "Give the path of a spec file.", LARGEST_SPEC), path
-    )
+    return _values(read_text(path, "spec", "an existing YAML file", "Give the path of a spec.", LARGEST_SPEC), path)
 
 
 def _as_yaml(spec: Mapping[str, Any]) -> str:

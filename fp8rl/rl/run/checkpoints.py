@@ -30,6 +30,8 @@ _UNFINISHED = re.compile(r"\.+step_\d+(\.(partial|pending|retired))+")
 """Names that a checkpoint has while it is written or removed."""
 _CONTENTS = "contents"
 """The key in `About.extra` with the digests of the files that the spec names. Older checkpoints lack this key."""
+_SPEC = "spec.yaml"
+"""The file of a checkpoint with the spec of the run, whose own the user may edit. Older checkpoints lack it."""
 _DIGESTS = TypeAdapter(dict[str, Content])
 _LAYOUT = {"trainer.tp", "trainer.pp", "trainer.ep", "trainer.dp", "trainer.cp", "rollout.tp", "teacher.tp"}
 
@@ -69,7 +71,7 @@ class Checkpoints:
         if (content := self._experiment.checkpoint.content) != "all":
             extra[CONTENT] = content
         path = self._files.pending_checkpoint(step)
-        trainer.stage(path, extra, feed.texts)
+        trainer.stage(path, extra, {**feed.texts, _SPEC: self._experiment.to_yaml()})
         self._trainer = trainer
         self._written = step, self._thread.submit(trainer.write, path)
 
@@ -187,10 +189,11 @@ def with_older(error: DamagedCheckpointError, run: RunDir, step: int) -> UserErr
 
 
 def changes(run: RunDir, experiment: Experiment) -> list[str]:
-    """Return, in words, the settings in which `experiment` differs from the last start of `run`."""
+    """Return, in words, the settings in which `experiment` differs from those of the newest checkpoint of `run`."""
+    kept = run.checkpoint(max(run.checkpoint_steps(), default=0)) / _SPEC
     before, after = (
         {key: value for key, value in dotted(each.to_dict()) if value != {}}
-        for each in (read_resolved(run.experiment), experiment)
+        for each in (read_resolved(kept if kept.is_file() else run.experiment), experiment)
     )
     changed = [key for key in sorted(before.keys() | after.keys()) if after.get(key) != before.get(key)]
     said = [f"{key}={after.get(key)} (was {before.get(key)})" for key in changed]

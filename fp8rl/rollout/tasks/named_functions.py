@@ -7,7 +7,6 @@ import importlib
 import inspect
 import math
 import os
-import struct
 import sys
 from collections.abc import Callable, Mapping
 from numbers import Real
@@ -47,11 +46,7 @@ def named_object(name: str, key: str, built_in: Mapping[str, str]) -> Callable[.
         remedy = f"Correct it, or move it: it was searched in {os.getcwd()} and on Python's path."
         raise user_error(key, name, expected, remedy) from error
     if not callable(call):
-        names = [
-            n
-            for n, value in vars(module).items()
-            if callable(value) and getattr(value, "__module__", "") == module.__name__
-        ]
+        names = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
         expected = f"a function of {where}, which has {', '.join(names) or 'none'}"
         raise user_error(key, name, expected, "Correct the name after the colon.")
     found: Callable[..., Any] = call
@@ -81,12 +76,8 @@ def named_numbers(value: Any) -> Numbers:
 
 
 def is_finite(number: float) -> bool:
-    """Return True if a number is finite in FP32, the type in which algorithms compute."""
-    try:
-        struct.pack("<f", number)
-    except OverflowError:
-        return False
-    return math.isfinite(number)
+    """Return True if a number is finite in FP32, the type in which algorithms compute: it does not round to 2^128."""
+    return abs(number) < 2.0**128 - 2.0**103
 
 
 def brief(value: object) -> str:

@@ -270,6 +270,4 @@ def _tool_calls(found: Any, place: str) -> list[dict[str, Any]]:
             for call in found
         ]
     except (TypeError, KeyError, AttributeError) as error:
-        raise Refusal(
-            f"{place}.tool_calls: found {shown(found, 80)}, expected a list of calls of functions", place
-        ) from error
+        raise Refusal(f"{place}.tool_calls: found {shown(found, 80)}, expected a list of calls", place) from error

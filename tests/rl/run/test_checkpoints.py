@@ -140,7 +140,9 @@ def test_other_settings_may_change_and_are_said(tmp_path: Path) -> None:
     run, before = RunDir(tmp_path), experiment(trainer={"lr": 1e-4})
     run.experiment.write_text(before.to_yaml())
     assert changes(run, before) == []
+    save(run, before, 2)
     after = experiment(run={"steps": 90}, trainer={"lr": 1e-3}, gates=[{"metric": "train/loss", "above": 1.0}])
+    run.experiment.write_text(after.to_yaml())  # as by a user who edits the run's own
     said = changes(run, after)
     assert [text.split("=")[0] for text in said] == ["gates", "run.steps", "trainer.lr"]
     assert said[2] == "trainer.lr=0.001 (was 0.0001)"

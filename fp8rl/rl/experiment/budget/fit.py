@@ -60,9 +60,7 @@ def check_fits(job: Job, memory: Memory, gpu: Gpu) -> None:
         return
     phase, short = max(PHASES, key=memory.in_phase), memory.peak - gpu.memory
     held = [(kept.bytes.get(phase, 0.0), kept.name, _cure(job, kept, gpu.memory)) for kept in memory.classes]
-    able = sorted(
-        [(size, name, cure) for size, name, cure in held if size and cure], key=itemgetter(0, 1), reverse=True
-    )
+    able = sorted([(n, name, cure) for n, name, cure in held if n and cure], key=itemgetter(0, 1), reverse=True)
     # The largest class that is large enough and whose remedy is not costly; else the largest class.
     enough = [choice for choice in able if choice[0] >= short and not choice[2].costly]
     size, name, cure = (enough or able)[0]

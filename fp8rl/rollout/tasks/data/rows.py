@@ -32,7 +32,8 @@ LONGEST_ROW = 8 * 2**20
 """Largest number of bytes of a row. No context has room for a larger problem, and reading it takes time."""
 _BATCH = 1024
 """Number of rows that an iteration reads at a time."""
-_OF_DIRECTORIES = (".csv", ".json", ".gz", ".bz2", ".xz", ".zst", ".zip", ".arrow")
+_OF_TABLES = (".parquet", ".jsonl", ".csv", ".tsv", ".arrow")
+_OF_DIRECTORIES = (".csv", ".tsv", ".arrow", ".json", ".gz", ".bz2", ".xz", ".zst", ".zip")
 """Endings of files that `datasets` can read in a directory. Such a file need not be JSON lines."""
 _EXPECTED = "an existing JSONL file, parquet file or directory of a data set"
 
@@ -138,23 +139,24 @@ def open_rows(path: Path, split: str | None, key: str, name: str | None = None, 
             `key`.
     """
     check_path(path, key)
+    if (path.is_dir() or (path.suffix == ".parquet" and path.is_file())) and "::" in str(path.resolve()):
+        expected = "a path without '::', which datasets takes for a chain of addresses"
+        raise user_error(key, str(path), expected, "Rename it, or move it.")
     if path.is_dir():
-        return TableRows(_split(_directory(path, name, key, texts), split, path, key), path, key)
+        return TableRows(_split(_folder(path, name, split, key, texts), split, path, key), path, key)
     for what, value in (("name", name), ("split", split)):
         if value is not None:
             raise user_error(f"{key}.{what}", value, f"none, as {path} is one file", f"Remove {key}.{what}.")
     if path.suffix == ".parquet" and path.is_file():
-        datasets = _quiet_datasets()
         try:
-            files = {"train": glob.escape(str(path))}
-            found = datasets.load_dataset("parquet", data_files=files)
+            found = _quiet_datasets().Dataset.from_parquet(glob.escape(str(path)))
         except Exception as error:  # whatever a reader of damaged files raises
             raise _unreadable(path, key, error, "a whole parquet file of one row or more") from error
-        return TableRows(found["train"], path, key)
+        return TableRows(found, path, key)
     return JsonLines(path, key)
 
 
-def _directory(path: Path, name: str | None, key: str, texts: Sequence[str]) -> Dataset | DatasetDict:
+def _folder(path: Path, name: str | None, split: str | None, key: str, texts: Sequence[str]) -> Dataset | DatasetDict:
     check_regular(path, key)
     datasets, names = _quiet_datasets(), [*read_configurations(path, key)] or ["default"]
     saved = (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
@@ -168,11 +170,6 @@ def _directory(path: Path, name: str | None, key: str, texts: Sequence[str]) -> 
             builder = datasets.load_dataset_builder(str(path), name)
             settings = {"converters": dict.fromkeys(texts, str)} if builder.name == "csv" else {}
             found = datasets.load_dataset(str(path), name, **settings)
-        if builder.name == "json":
-            _check_no_dates(found, path, key)
-        return found
-    except UserError:
-        raise
     except Exception as error:  # as above
         missing = "Config name is missing" in str(error)  # of several `datasets` takes none by itself
         if missing or (name is not None and name not in names):
@@ -181,6 +178,11 @@ def _directory(path: Path, name: str | None, key: str, texts: Sequence[str]) -> 
             raise user_error(f"{key}.name", found=name, expected=expected, remedy=remedy) from error
         expected = "a directory that datasets has saved, or one of parquet, JSON or CSV files"
         raise _unreadable(path, key, error, expected) from error
+    if builder.name == "json":
+        _check_no_dates(found, path, key)
+    if split is None and names == ["default"]:
+        _check_all_read(path, builder.config.data_files, key)
+    return found
 
 
 @contextmanager
@@ -197,6 +199,17 @@ def _as_it_is_named(data_files: Any) -> Iterator[None]:
         yield
     finally:
         data_files.resolve_pattern = resolve
+
+
+def _check_all_read(path: Path, read: Mapping[str, Sequence[str]], key: str) -> None:
+    """Refuse a directory with tables that `datasets` passes over, as they are of another kind or of no split."""
+    names = {str(Path(name).relative_to(path.resolve())) for files in read.values() for name in files}
+    for file in sorted(path.rglob("*")):
+        name = str(file.relative_to(path))
+        if file.suffix in _OF_TABLES and name not in names and not name.startswith((".", "_")) and "/." not in name:
+            found = f"{path} with {name}, which datasets leaves out beside {min(names)}"
+            remedy = f"Give each its own source, or set {key}.split to read the others alone."
+            raise user_error(key, found, "tables of one kind, all of a split or none", remedy)
 
 
 def _check_no_dates(found: DatasetDict, path: Path, key: str) -> None:
@@ -246,9 +259,7 @@ def _unreadable(path: Path, key: str, error: Exception, expected: str = _EXPECTE
     root = error
     while isinstance(root.__cause__, Exception):  # a data set's builder wraps what its reader says
         root = root.__cause__
-    remedy = f"Correct the path; {RELATIVE}."
-    if not isinstance(root, OSError):
-        remedy = "Copy it again, or correct the path."
+    remedy = f"Correct the path; {RELATIVE}." if isinstance(root, OSError) else "Copy it again, or correct the path."
     return user_error(key, found=f"{path}: {' '.join(reason(root).split())}", expected=expected, remedy=remedy)
 
 

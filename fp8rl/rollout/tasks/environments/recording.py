@@ -186,9 +186,7 @@ class Recording:
             ids = list(prompt)
             tips = [p for _, p in self._written if self._is_tip(p) and ids[: p.length] == p.branch.ids]
             return self._goes_on(tips[0], ids[tips[0].length :]) if tips else self.conversation.branch(ids)
-        shared = max(
-            (entry for entry in self._written if prompt.startswith(entry[0])), key=lambda e: len(e[0]), default=None
-        )
+        shared = max((e for e in self._written if prompt.startswith(e[0])), key=lambda e: len(e[0]), default=None)
         if shared is None:
             return self.conversation.branch(text_ids(tokenizer, prompt))
         text, point = shared

@@ -80,9 +80,7 @@ class RewardsSection(Section):
     def _labels_differ(self) -> RewardsSection:
         labels = [function.label for function in self.functions]
         if twice := sorted({label for label in labels if labels.count(label) > 1}):
-            raise ValueError(
-                f"found two functions called {', '.join(twice)}, expected different names. Give each a name"
-            )
+            raise ValueError(f"found two functions called {', '.join(twice)}, expected different names. Name each")
         return self
 
 
@@ -138,9 +136,7 @@ def load_function(config: RewardSection, key: str) -> RewardFunction:
         remedy = "Correct kwargs, or give the function such a parameter."
         raise user_error(f"{key}.kwargs", unknown[0], expected, remedy)
     asks = tuple(name for name in OFFERED if name in named)
-    missing = [
-        n for n in named if n not in (*OFFERED, *config.kwargs) and parameters[n].default is inspect.Parameter.empty
-    ]
+    missing = [n for n in named if n not in (*OFFERED, *config.kwargs) and (p := parameters[n]).default is p.empty]
     if missing or ("answer" in asks) == ("answers" in asks):
         expected = f"a function of answer, or of answers for a whole group, and any of {', '.join(OFFERED)}"
         expected += f"; kwargs give no {', '.join(missing)}" if missing else ""

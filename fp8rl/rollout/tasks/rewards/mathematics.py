@@ -6,38 +6,41 @@ import logging
 import os
 import re
 import resource
-import unicodedata
 from dataclasses import replace
 from functools import lru_cache
 from itertools import count, product
 from typing import Any
+from unicodedata import normalize
 
 # Texts as math-verify reads them: without Markdown, currency, and separators of digits.
 #
 # Each rule looks at what stands beside, so that mathematics stays: `2**3` is a power, `a_1` an index, `$x$` is math.
 
-_NUMBER = r"(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 _SUPERSCRIPTS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
 _BEFORE, _AFTER = r"(?<![\w)\]}*\\$])", r"(?![\w*$])"
-_UNIT = r"(?:[mck]?m|m?[lL]|ft|in|yd|mi|k?g|lb|s|sec|min|h|hr|day|yr)(?:\^(?:\d|\{-?\d\})|[²³])?"
+_UNIT = (
+    r"(?:[mck]?m|m?[lL]|ft|in|yd|mi|k?g|lb|s|sec|min|h|hr|day|yr|rad|mph|[kMG]?(?:Hz|Pa|eV|Wh)|m?mol|k[JNVW]|m[AV]"
+    r"|[kM]?(?:\\Omega|Ω)|(?:\\mu\s*|[μµ])[gLms])(?:\^(?:\d|\{-?\d\})|[²³])?"
+)
 
 _RULES = [
     # Signs for which LaTeX has another form.
-    (r"[−–‐‑﹣](?=[\d.$\\])", "-"),
+    (r"(?:[−–‐‑﹣]|\b(?:minus|negative)\s+)(?=[\d.$\\])", "-"),
     (r"≈|~=", r"\\approx "),
-    (r"\s*°", r"^{\\circ}"),
+    (r"\s*(?:°|\\degree(?![A-Za-z]))", r"^{\\circ}"),
     (r"(?<![\\A-Za-z{])(pi|sin|cos|tan|log|ln|exp)(?![A-Za-z])", r"\\\1 "),
     (r"(?<![\\A-Za-z])sqrt(?=\s*[({\d])", "√"),
     (r"(?<=[\d}])\s*(?:percent|pct)\b", r"\\%"),
-    (r"[×⋅·](?=\s*[\d(])", "*"),
+    (r"(?:[×⋅·]|(?<=\d) ?x(?= ?10\s?(?:\^|\*\*)))(?=\s*[\d(])", "*"),
     (r"[÷⁄∕]", "/"),
     (r"∞", r"\\infty "),
     (r"\\varnothing|∅", r"\\emptyset "),
     (r"(\^\{?\\circ\}?|°)\s*[CF]\b", r"\1"),
     (r"√\s*(?:\{([^{}]*)\}|\(([^()]*)\)|(\d+(?:\.\d+)?|[a-zA-Z]))", r"\\sqrt{\1\2\3}"),
+    (r"(\.\d{0,30}?)(\d{1,30}?)\2{2,30}(?:\.{3}|…|\\[cl]?dots(?![A-Za-z]))", r"\1\\overline{\2}"),
     # Separators of thousands.
     (r"(?<=\d),(?=\d{3}\s*\\?%)", ""),
-    (r"(?<=\d)(?:\\[,!;: ]|\{,\}|~|[\u00a0\u2009\u202f'’])(?=\d{3}(?!\d))", ""),
+    (r"(?<=\d)(?:\\[,!;: ]|(?:\\(?:text|mathord))?\{,\}|[~_]|[\u00a0\u2009\u202f'’])(?=\d{3}(?!\d))", ""),
     # Blanks of LaTeX and Unicode. A negative one joins what is beside it.
     (r"(?<!\\)\\!", ""),
     (r"(?<!\\)(?:~|\\[,:; ]|\\(?:thin|med|thick|en)space(?![A-Za-z]))|[\u00a0\u2000-\u200a\u202f\u3000]", " "),
@@ -48,20 +51,25 @@ _RULES = [
     (rf"{_BEFORE}(\*{{1,3}})(?=[^\s*])([^*\n]*[^\s*\\])\1{_AFTER}", r"\2"),
     (rf"{_BEFORE}(_{{1,3}})(?=[^\s_{{])([^_\n]*[^\s_\\])\1{_AFTER}", r"\2"),
     (r"<(b|strong|i|em|code|u)>([^<>\n]*)</\1>", r"\2"),
+    (r"</?answer>", "\n"),
     # A power, which math-verify cannot read, and a product, which it would read as a sum.
-    (r"(?<=[\w)}])(\s?)\*\*\1(-?\w+)(?![\w*])", r"^{\2}"),
+    (r"(?<=[\w)}])(?:(\s?)\*\*\1(-?\w+)(?![\w*])|\^(-\d+))", r"^{\2\3}"),
     (r"((?<![\w.}])\d+|\))\((?=[\d-])", r"\1\\cdot("),
-    # Commands for letters that math-verify does not know.
-    (r"\\(?:boldsymbol|bm|pmb)(?=\s*\{)", r"\\mathbf"),
-    (r"\\(?:text|script)style(?![A-Za-z])", ""),
+    # Commands for letters, and words before the result, that math-verify does not know.
+    (r"\\(?:boldsymbol|bm|pmb|mathsf|text(?:sf|tt))(?=\s*\{)", r"\\mathbf"),
+    (r"\\(?:(?:(?:text|script)style|bf|it|[lL]arge)(?![A-Za-z])|(?:text)?color\s*\{[^{}]*\})", ""),
+    (r"\{\s*\\rm\b\s*([^{}]*)\}|\\rm\b\s*([A-Za-z][^{}$]*)", r"\\text{\1\2}"),
+    (r"^\s*\\text\s*\{[^{}]*(?::|\bis)\s*\}", ""),
     # Currency. A dollar that is not escaped may begin math: only behind a minus and before a lone number it does not.
     (r"(?:\bUS)?\\\$\s*", ""),
-    (rf"(?<![\w$\\}})])-\$(?={_NUMBER}(?![\d$]))", "-"),
+    (r"(?<![\w$\\})])-\$(?=(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?![\d$]))", "-"),
     (r"[€£¥₹₽₩]\s*(?=-?[\d.])|(?<=\d)\s*[€£¥₹₽₩]", ""),
     (r"(?<=\d)\s+(?:dollars?|cents?|euros?|USD|EUR)\b", ""),
 ]
-_OTHER_ASCII, _OTHER_DIGIT = re.compile("[！-～]"), re.compile(r"(?![0-9])\d")
+_OTHER_ASCII, _OTHER_DIGIT, _ONE_SIGN = map(re.compile, ("[！-～]", r"(?![0-9])\d", "[¼-¾⅐-⅞]"))
 _COMPILED = [(re.compile(pattern), to) for pattern, to in _RULES]
+_POWERS = ("thousand", "million", "billion", "trillion")
+_LARGE = re.compile(rf"(?<=[\d}}])(?:[\s~]|\\[,;: ])*(\\[mt]\w+\s*\{{\s*)?({'|'.join(_POWERS)})\b(?(1)[^{{}}]*\}})")
 _SPACED = re.compile(r"(?<![\w.,])(\d{1,3}(?: \d{3})+)(?![\w,])")
 _EXPONENT = re.compile(
     r"(?<![\w.])(?:(\d+\.\d+)[eE]\+?(-?\d+)|(\d+)[eE](?:\+(?=\d\d))?(\d+|-\d{2,}))(?!\w|\.\d)(?:\.(?=\s|$))?"
@@ -84,18 +92,18 @@ _MIXED = re.compile(
     # A letter behind it makes it a product.
     rf"|\s*\\[dt]?frac\s*{_PROPER}(?![\w(^{{]|\\(?!%)|\s+[a-z]\b))"
 )
-_ONE_SIGN = re.compile(rf"(?:{_WHOLE}\s?)?(?P<sign>[¼-¾⅐-⅞])")
 
 
 def plain(text: str) -> str:
     """Return a text without markup around and in its expressions, and with numbers in math-verify's form."""
-    text = _OTHER_ASCII.sub(lambda found: unicodedata.normalize("NFKC", found[0]), text)
+    text = _OTHER_ASCII.sub(lambda found: normalize("NFKC", found[0]), text)
     text = _OTHER_DIGIT.sub(lambda found: str(int(found[0])), text)
+    text = _ONE_SIGN.sub(lambda found: "\\frac{" + normalize("NFKC", found[0]).replace("⁄", "}{") + "}", text)
+    text = _LARGE.sub(lambda found: f"*1{'000' * (_POWERS.index(found[2]) + 1)}", text)
     for pattern, to in _COMPILED:
         text = pattern.sub(to, text)
     text = _SPACED.sub(lambda found: found[1].replace(" ", ""), text)
     text = _CYCLE.sub(_repeating, text)
-    text = _ONE_SIGN.sub(_sign, text)
     text = _MIXED.sub(_improper, text)
     return _EXPONENT.sub(_power, text)
 
@@ -112,17 +120,8 @@ def _improper(found: re.Match[str]) -> str:
     """Return a whole number with a proper fraction, such as 3 1/2, as one fraction."""
     pair = found["pair"] or "00"
     over, under = int(found["over"] or found["top"] or pair[0]), int(found["under"] or found["bottom"] or pair[1])
-    return _sum(found["whole"], over, under) if over < under else found[0]
-
-
-def _sign(found: re.Match[str]) -> str:
-    """Return a character such as ½, with the whole number before it, as one fraction."""
-    over, under = unicodedata.normalize("NFKC", found["sign"]).split("\u2044")
-    return _sum(found["whole"] or "0", int(over), int(under))
-
-
-def _sum(whole: str, over: int, under: int) -> str:
-    return rf"\frac{{{int(whole.replace(',', '')) * under + over}}}{{{under}}}"
+    whole = int(found["whole"].replace(",", ""))
+    return rf"\frac{{{whole * under + over}}}{{{under}}}" if over < under else found[0]
 
 
 def _power(found: re.Match[str]) -> str:
@@ -161,8 +160,7 @@ def math(answer: str, reference: str, finished: bool) -> float:
     """
     if not finished:
         return 0.0
-    gold = final_integer(reference)
-    if gold is not None and final_integer(answer) == gold:
+    if (gold := final_integer(reference)) is not None and final_integer(answer) == gold:
         return 1.0
     if not (expected := _expected(reference)):
         raise ValueError(f"found {reference!r}, expected a reference with an expression that math-verify can read")
@@ -191,11 +189,12 @@ def _read(result: str) -> list[Any]:
     result = re.sub(r"^\s*(?:=|~|\\approx)", "", result).strip(" \n$").rstrip(" .,;:$")
     bare = re.sub(r"^(?:[^,]*=)?(.*?)\s*\\?%$", r"\1", result)
     config = LatexExtractionConfig().normalization_config
+    text = normalize_latex(bare, replace(config, units=False))
+    if _NOT_ONE.search(text):
+        return [" ".join(re.sub(r"\\text|[{}]", " ", text).split())]
     text = normalize_latex(bare, replace(config, units=not _FACTOR.search(bare)))
     if not text:
         return []
-    if _NOT_ONE.search(text):
-        return [text]
     try:
         value = parse_latex_cached(text)
         return [value if bare == result else convert_to_pct(value), text]
@@ -205,8 +204,11 @@ def _read(result: str) -> list[Any]:
 
 _FACTOR = re.compile(rf"[\d)}}](?:(?!{_UNIT}$)[a-zA-Z]{{1,2}}|\s+[a-zA-Z])$")
 """Factors at the end of a text that math-verify would take for a unit, as in 2ab."""
-_NOT_ONE = re.compile(r"(?<!frac )(?<!binom )(?<![\d.])\d[\d.]*(?:\s|\\q?quad)+\d|^[+/^*]\s")
-"""Two numbers side by side, which math-verify would add, or an expression without its beginning."""
+_NOT_ONE = re.compile(
+    r"(?<!frac )(?<!binom )(?<![\d.])\d[\d.]*(?:\s|\\q?quad)+(?:[A-Za-z]+\s+)?\d|^[+/^*]\s"
+    r"|\d\s*\\text\s*\{[^{}]*\}.*(?<![\^_\d-])(?<![\^_-]\{)\d.*\}$"
+)
+"""Numbers side by side, which math-verify would add, or behind a unit, which it would drop; a text that begins late."""
 
 # Where a text states its result.
 
@@ -214,11 +216,14 @@ _GROUP = r"[^{}\\]|\\."
 for _ in range(12):
     _GROUP = rf"[^{{}}\\]|\\.|\{{(?:{_GROUP})*\}}"
 _BOX = re.compile(
-    rf"\\(?:boxed|fbox)(?![a-zA-Z])\s*(?:\{{(?P<group>(?:{_GROUP})*)\}}|(?P<word>[^\s{{}}$,.]+))?"
+    rf"\\(?:boxed|fbox)(?![a-zA-Z])\s*(?:\{{(?P<group>(?:{_GROUP})*)\}}"
+    rf"|(?P<word>(?:[^\s{{}}$,.\\]|[,.](?=\d)|\\\S|\{{(?:{_GROUP})*\}})+))?"
     r"(?P<percent>[\s$]*\\?%)?",
     re.DOTALL,
 )
-_BETWEEN = re.compile(r"[\s$\\()]*(?:,|;|,?\s*(?:and|or)\b|\\q?quad)[\s$\\()]*(?:[a-zA-Z](?:_\w)?\s*=\s*)?|[ \t$]*")
+_BETWEEN = re.compile(
+    r"[\s$\\()]*(?:,|;|,?\s*(?:text\{\s*)?(?:and|or)\b|\\q?quad)[\s$\\()}]*(?:[a-zA-Z](?:_\w)?\s*=\s*)?|[ \t$]*"
+)
 _MATH = re.compile(
     r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<![\\\w])\$(?=\S)([^$\n]+?)(?<=\S)\$(?!\d)"
     r"|(\\begin\{(?P<name>\w+)\}.+?\\end\{(?P=name)\})",
@@ -232,8 +237,8 @@ _TAKEN_BACK = re.compile(
 _PROSE = re.compile(
     # Remarks, signs, and words. Those at a number are its unit; two letters there are a product.
     rf"\n\s*(?:\d+[.)]|[-*+>|#]+)\s+|\s\([^()\\\n]*[A-Za-z]{{3}}[^()\\\n]*\)|[\n?;\"“”—←-⇿∎■-➿\U0001f000-\U0001faff]"
-    rf"|[:.](?!\d)|(?<![\w)}}\]])!|\s\||\|\s|<<[^<>\n]*>>|\(?\b[A-Za-z]\)(?=\s)|\b[aAI]\s(?=[\d$-])|(?<=[\d)}}]\s)[A-Z](?!\w)"
-    rf"|(?:(?<=\d)\s*|(?<=[)}}])\s+){_UNIT}(?:\s*/\s*{_UNIT})*(?![\w^(])|(?<=\d)(?:st|nd|rd|th|[ap]m)\b"
+    rf"|[:.](?!\d)|(?<![\w)}}\]])!|\s\||\|\s|<<[^<>\n]*>>|\(?\b[A-Za-z]\)(?=\s)|\b[aAI]\s(?=[\d$-]|[a-z]{{2}})"
+    rf"|(?<=[\d)}}]\s)[A-Z](?!\w)|(?:(?<=\d)\s*|(?<=[)}}])\s+){_UNIT}(?:\s*/\s*{_UNIT})*(?![\w^(])|(?<=\d)(?:st|nd|rd|th|[ap]m)\b"
     r"|(?:(?<![\\\w])[A-Za-z]{2}|(?<=\d)[A-Za-z]{3})[\w'’]*"
 )
 
@@ -316,12 +321,9 @@ def _compared(gold: Any, own: Any) -> bool:
 
 
 def _exact(value: Any) -> Any:
-    """Return an expression with decimals as fractions and with rational parts computed.
-
-    math-verify rounds floats to six decimals, so that 1.6e-19 and 9.1e-31 would be equal.
-    """
-    from sympy import Basic, Float, MatrixBase, Mul, Rational, UnevaluatedExpr
-    from sympy.core.relational import Relational
+    """Return an expression with rational parts computed and with decimals as fractions. math-verify rounds floats to
+    six decimals, so that 1.6e-19 and 9.1e-31 would be equal."""
+    from sympy import Basic, Float, MatrixBase, Mul, Rational, Rel, UnevaluatedExpr
 
     if isinstance(value, Float):
         return Rational(str(value))
@@ -334,7 +336,7 @@ def _exact(value: Any) -> Any:
     before = getattr(value, "_unsorted_args", value.args)
     after = [_exact(part) for part in before]
     if any(old is not new for old, new in zip(before, after, strict=True)):  # else a product loses the order of a word
-        value = value.func(*after, evaluate=False) if isinstance(value, Relational) else value.func(*after)
+        value = value.func(*after, evaluate=False) if isinstance(value, Rel) else value.func(*after)
     if value.is_number and (computed := value.doit()).is_Rational:
         return computed
     return value
@@ -357,10 +359,9 @@ def _equal(gold: Any, own: Any) -> bool:
     if not (getattr(gold, "is_number", False) and getattr(own, "is_number", False)):
         return bool(verify(gold, own, numeric_precision=_DIGITS, allow_set_relation_comp=True, timeout_seconds=None))
     shares = [_percent(gold), _percent(own)]
-    if (shares[0] is None) == (shares[1] is None):
-        return _same_number(gold, own)
+    bare = [n if s is None else s for n, s in zip((gold, own), shares)]
     # 25% is right for 0.25, and for 25 in an answer that leaves the sign out, or adds it.
-    return _same_number(gold, own) or _same_number(*(n if s is None else s for n, s in zip((gold, own), shares)))
+    return _same_number(gold, own) or (shares.count(None) == 1 and _same_number(*bare))
 
 
 def _same_number(one: Any, other: Any) -> bool:

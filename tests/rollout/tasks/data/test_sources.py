@@ -125,6 +125,25 @@ def test_a_directory_whose_name_is_a_pattern_gives_its_own_rows(tmp_path, data_c
     assert [problem.answer for problem in load_problems(Source(tmp_path / name))] == ["own"]
 
 
+@pytest.mark.parametrize("left", ["extra.jsonl", "train.csv", "more/x.parquet"])
+def test_tables_that_a_directory_would_leave_out_are_named(tmp_path, data_cache, left):
+    row = {"question": "q", "answer": "1"}
+    write_lines([row], tmp_path / "all/train.jsonl")
+    assert len(load_problems(Source(tmp_path / "all"))) == 1
+    write_lines([row], tmp_path / "all" / left)
+    with pytest.raises(UserError, match=rf"all with (train.jsonl|{left}), which datasets leaves out.* data.split"):
+        load_problems(Source(tmp_path / "all"))
+    assert len(load_problems(Source(tmp_path / "all", split="train"))) == 1
+
+
+def test_a_path_that_datasets_takes_for_a_chain_is_refused(tmp_path, data_cache):
+    for name in ("a", "a::b/c"):
+        write_lines([{"question": "q", "answer": name}], tmp_path / name / "train.jsonl")
+    with pytest.raises(UserError, match="expected a path without '::'"):
+        load_problems(Source(tmp_path / "a::b/c"))
+    assert len(load_problems(Source(tmp_path / "a::b/c/train.jsonl"))) == 1
+
+
 def call(name, **arguments):
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
