@@ -158,7 +158,7 @@ def open_rows(path: Path, split: str | None, key: str, name: str | None = None, 
 
 def _folder(path: Path, name: str | None, split: str | None, key: str, texts: Sequence[str]) -> Dataset | DatasetDict:
     check_regular(path, key)
-    datasets, names = _quiet_datasets(), [*read_configurations(path, key)] or ["default"]
+    datasets, names = _quiet_datasets(), [*read_configurations(path, key)]
     saved = (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
     if saved and name is not None:
         expected = f"none, as {path} was saved as one data set"
@@ -173,14 +173,14 @@ def _folder(path: Path, name: str | None, split: str | None, key: str, texts: Se
     except Exception as error:  # as above
         missing = "Config name is missing" in str(error)  # of several `datasets` takes none by itself
         if missing or (name is not None and name not in names):
-            expected = f"one of {listed(names)}, the configurations of {path}"
+            expected = f"one of {listed(names or ['default'])}, the configurations of {path}"
             remedy = f"Set it: {{path: {path}, name: {listed(names[:1])}}}." if missing else "Correct or remove it."
             raise user_error(f"{key}.name", found=name, expected=expected, remedy=remedy) from error
         expected = "a directory that datasets has saved, or one of parquet, JSON or CSV files"
         raise _unreadable(path, key, error, expected) from error
     if builder.name == "json":
         _check_no_dates(found, path, key)
-    if split is None and names == ["default"]:
+    if split is None and not names:
         _check_all_read(path, builder.config.data_files, key)
     return found
 

@@ -72,10 +72,10 @@ def _harness(config: EnvironmentSection) -> Harness:
     if shutil.which(program) is None:
         expected = f"a program that can be run, by its path or in PATH, which is {os.environ.get('PATH', os.defpath)}"
         raise user_error("environment.harness.command", program, expected, "Correct its path, or install it.")
-    script = next((part for part in harness.command[1:] if not part.startswith("-")), "")
+    script = (*harness.command, "")[1]
     file = os.path.abspath(os.path.join(harness.directory or ".", script))
-    by_interpreter = os.path.basename(program).startswith(("python", "bash", "sh"))
-    if by_interpreter and script.endswith((".py", ".sh")) and not os.path.exists(file):
+    interpreted = os.path.basename(program).startswith(("python", "bash", "sh")) and script.endswith((".py", ".sh"))
+    if interpreted and not os.path.exists(file):
         raise user_error("environment.harness.command", script, f"a file at {file}", "Correct its path.")
     return Harness(harness, None)
 

@@ -371,7 +371,7 @@ def test_a_command_that_says_much_takes_no_memory_of_the_run(tokenizer: Any) -> 
         ({"function": "harness"}, "environment.harness: found 'neither', expected either a command or a program"),
         ({"function": "harness", "harness": {"command": ["ls"], "tool_parser": "x"}}, "harness.tool_parser: found 'x'"),
         ({"function": "harness", "harness": {"command": ["ls"], "directory": "/no"}}, "harness.directory: found '/no'"),
-        ({"function": "harness", "harness": {"command": ["sh", "-e", "x.sh"]}}, "command: found 'x.sh', expected a"),
+        ({"function": "harness", "harness": {"command": ["sh", "x.sh", "-e"]}}, "command: found 'x.sh', expected a"),
         ({"function": "harness", "harness": {"program": "json:dumps"}}, "found 'json:dumps', expected an async"),
         ({"function": "mine:play", "harness": {"command": ["ls"]}}, "a program beside function=mine:play"),
     ],
