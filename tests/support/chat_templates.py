@@ -176,6 +176,12 @@ KINDS = {
         ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"), "<eos>", "<end_of_turn>", rows=False, tools=False,
         developer="system",
     ),
+    # What has no opening of the model's turn ends with `eos_token`.
+    "phi": Kind(
+        "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
+        "{{ '<|assistant|>\n' if add_generation_prompt else eos_token }}",
+        ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>"), "<|endoftext|>", "<|end|>",
+    ),
 }  # fmt: skip
 
 

@@ -183,19 +183,16 @@ def _following(
         for message in history
     ]
     turn: dict[str, Any] = {"role": "assistant", "content": SAID}
-    begun = render(tokenizer, before, options, answer=False)
-    content = SAID
+    begun, content, end = render(tokenizer, [*before, turn], options, answer=False).rpartition(SAID)
     if calls:
-        plain = render(tokenizer, [*before, turn], options, answer=False)
         turn["tool_calls"] = [with_arguments(call, lambda _: {}) for call in calls]
         called = render(tokenizer, [*before, turn], options, answer=False)
-        start, _, end = plain.rpartition(SAID)
         while not called.endswith(end):  # what ends a turn with calls and one without
             end = end[1:]
-        content = called.removeprefix(start).removesuffix(end)
+        content = called.removeprefix(begun).removesuffix(end)
     whole = render(tokenizer, [*before, turn, *messages], options, answer=True)
     start, found, following = whole.rpartition(content)
-    if not found or not _THOUGHTS.sub("", start).startswith(_THOUGHTS.sub("", begun)):
+    if not found or _THOUGHTS.sub("", start) != _THOUGHTS.sub("", begun):
         role = messages[0]["role"] if messages else "further"
         raise RewritingTemplateError(
             f"environment: found a chat template that changes earlier text when a {role} message follows, "
