@@ -23,7 +23,7 @@ def test_a_conversation_is_the_models_tokens_and_the_environments_in_their_order
         conversation.tell(")")
         turns.append(await conversation.sample(max_new_tokens=2))
         conversation.tell(".")
-        turns.append(await conversation.sample())
+        turns.append(await conversation.sample(stop=EOS))
         conversation.tell("nobody answers this")
 
     answer = play(environment, "(9+4=99", ",77", "8" + EOS)
