@@ -214,6 +214,15 @@ def thoughts(message: Message) -> str:
     return next(iter(texts), "")
 
 
+def content_text(found: Any) -> str:
+    """Return a message's content as text: null is an empty text. Raises UserError: a part of it is no text."""
+    parts: list[Any] = [] if found is None else found if isinstance(found, list) else [found]
+    texts = [one.get("text", one) if isinstance(one, dict) and one.get("type") == "text" else one for one in parts]
+    if others := [text for text in texts if not isinstance(text, str)]:
+        raise user_error("content", found=others[0], expected="only text", remedy="Leave it out, or write it as text.")
+    return "".join(texts)
+
+
 _Attempt = Callable[[Sequence[Message]], str | None]
 """Returns what the template writes for messages. None: it fails."""
 
@@ -247,18 +256,18 @@ def _in_known_roles(
 
 
 def _readable(attempt: _Attempt, message: Message) -> dict[str, Any]:
-    """Copy a message. Put its thoughts under the key that the template reads, and the arguments of its calls into the
-    form that it reads: an object, or else JSON.
+    """Copy a message in the form that the template reads: its content as text, its thoughts under the template's key,
+    and the arguments of its calls as objects, or else as JSON.
 
-    Raises UserError: the message has thoughts, but the template writes none.
+    Raises UserError: the content is no text, or the message has thoughts, but the template writes none.
     """
-    copied = dict(message)
+    copied = {**message, "content": content_text(message.get("content"))}
     if text := thoughts(message):
         turn = {"role": "assistant", "content": SAID}
+        calling = {**turn, "tool_calls": [with_arguments({"id": SAID, "function": {"name": SAID}})]}
         names = [key for key in KEYS_OF_THOUGHTS if message.get(key)]
-        keys = [
-            key for key in (*names, *KEYS_OF_THOUGHTS[:3]) if THOUGHT in (attempt([ASKED, turn | {key: THOUGHT}]) or "")
-        ]
+        tried = [(said, key) for said in (turn, calling) for key in (*names, *KEYS_OF_THOUGHTS[:3])]
+        keys = [key for said, key in tried if THOUGHT in (attempt([ASKED, said | {key: THOUGHT}]) or "")]
         if not keys:
             remedy = "Leave them out, or put them into the content as the model writes them."
             raise user_error(names[0], found=text, expected="no thoughts, which the chat template omits", remedy=remedy)
@@ -267,9 +276,12 @@ def _readable(attempt: _Attempt, message: Message) -> dict[str, Any]:
         return copied
     objects = [with_arguments(call) for call in calls]
     texts = [with_arguments(call, lambda found: json.dumps(found, ensure_ascii=False)) for call in objects]
-    # The templates of DeepSeek put the arguments into the text as they are, and fail with an object.
+    # The templates of DeepSeek put the arguments into the text as they are, and fail with an object. Those of V3 and R1
+    # write calls only beside a content that is null.
     forms = [{**copied, "tool_calls": form} for form in (objects, texts)]
-    return next((form for form in forms if attempt([ASKED, form]) is not None), forms[0])
+    forms += [{**form, "content": form["content"] or None} for form in forms]
+    worse = (None, attempt([ASKED, copied]))  # it fails, or leaves the calls out
+    return max(forms, key=lambda form: (*worse, text := attempt([ASKED, form])).index(text))
 
 
 def _shared(tokenizer: PreTrainedTokenizerBase, turn: Sequence[int], following: Sequence[int]) -> int:

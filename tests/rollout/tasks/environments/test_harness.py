@@ -159,7 +159,7 @@ def test_a_stream_brings_the_same_and_one_that_is_abandoned_is_recorded(tokenize
         ({"model": "gpt-5"}, 404, "The model 'gpt-5' does not exist; a run serves 'policy'"),
         ({"extra_body": {"best_of": 2}}, 400, "best_of: is not supported"),
         ({"messages": [{"role": ["user"], "content": "x"}]}, 400, "messages.0: found the role ['user'], expected"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "'image_url', expected only text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "content: found {'type': 'image_"),
         ({"temperature": 0.2}, 400, "temperature: found 0.2, expected 1.0, as in the run"),
         ({"tools": [TOOL]}, 400, "expected environment.harness.tool_parser to be set"),
         ({"tools": [{"type": "web_search"}]}, 400, "tools.0.type: found 'web_search'. Input should be 'function'"),
