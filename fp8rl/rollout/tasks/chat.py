@@ -130,12 +130,19 @@ def answer_ids(
     """Tokenize an answer in the form that the template gives it after its prompt, up to the token that ends the turn.
 
     If a template opens thoughts in the prompt, but drops an answer's thoughts, the answer's text continues the prompt.
+
+    Raises UserError: the template opens thoughts in the prompt, and the answer has none.
     """
     opened = render(tokenizer, history, options, answer=True)
     whole = render(tokenizer, [*history, {"role": "assistant", "content": answer}], options, answer=False)
     marked = render(tokenizer, [*history, {"role": "assistant", "content": SAID}], options, answer=False)
     turn = opened.removeprefix(render(tokenizer, history, options, answer=False))
     written = whole.removeprefix(opened) if whole.startswith(opened) else answer.removeprefix(_begun(turn, answer))
+    if "<think>" in turn and "</think>" not in turn + written:
+        raise UserError(
+            "answer: found no thoughts, expected some up to </think>, because the chat template opens them in prompts. "
+            "Write them, or turn them off in data.chat_template if the template has an argument for this."
+        )
     end, after = end_ids(tokenizer)[0], marked.partition(SAID)[2]
     before_end, ends, _ = after.partition(text_of(tokenizer, [end]))  # a template may put a blank there
     text = written.removesuffix(after) + before_end * bool(ends)

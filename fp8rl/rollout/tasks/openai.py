@@ -247,17 +247,10 @@ def read_message(found: Any, place: str) -> dict[str, Any]:
 
 def _tool_calls(found: Any, place: str) -> list[dict[str, Any]]:
     try:
-        return [
-            {
-                "id": str(call.get("id", "")),
-                "type": "function",
-                "function": {
-                    "name": str(call["function"]["name"]),
-                    "arguments": read_arguments(call["function"].get("arguments")),
-                },
-            }
-            for call in found
-        ]
+        functions = [call["function"] for call in found]
+        named = [{"name": str(each["name"]), "arguments": read_arguments(each.get("arguments"))} for each in functions]
+        ids = [str(call.get("id", "")) for call in found]
+        return [{"id": id_, "type": "function", "function": each} for id_, each in zip(ids, named, strict=True)]
     except (TypeError, KeyError, AttributeError) as error:
         raise Refusal(
             f"{place}.tool_calls: found {shown(found, 80)}, expected a list of calls of functions", place

@@ -254,8 +254,8 @@ def test_thoughts_that_the_prompt_has_begun_go_on_in_a_supervised_answer(tokeniz
     )
     row = prompt_ids(tokenizer, [USER]) + answer_ids(tokenizer, [USER], "<think>\n1+1\n</think>\n2", {})
     assert tokenizer.decode(row).endswith("<|assistant|><think>\n1+1\n</think>\n2<|im_end|>")
-    plain = answer_ids(tokenizer, [USER], "2", {})
-    assert tokenizer.decode(plain) == "2<|im_end|>"
+    with pytest.raises(UserError, match="answer: found no thoughts, expected"):
+        answer_ids(tokenizer, [USER], "2", {})
 
 
 @pytest.mark.parametrize("end", ["[EOS]", "<|im_end|>[EOS]"])

@@ -195,6 +195,13 @@ def test_roles_and_thoughts_that_the_chat_template_leaves_out_are_named(values, 
     assert refusal(values, algorithm={"name": algorithm}).startswith(f"data.train: line 2: {said}")
 
 
+def test_an_answer_without_the_thoughts_that_its_prompt_opens_is_refused(values, model, tmp_path):
+    template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    (model / "chat_template.jinja").write_text(template + "{{ '<|assistant|><think>' if add_generation_prompt }}")
+    write_lines(tmp_path / "train.jsonl", [("q", "so</think>1"), ("q", "1")])
+    assert "line 2: answer: found no thoughts" in refusal(values, algorithm={"name": "sft"}, eval={"problems": 0})
+
+
 def test_calls_that_the_chat_template_cannot_write_are_named_behind_others_of_equal_roles(values, model, tmp_path):
     template = (
         "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}{% endfor %}"
