@@ -117,9 +117,7 @@ def check_random(tokenizer: Any, kind: Kind, draws: random.Random) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
-def test_histories_with_thoughts_calls_and_odd_roles_are_written_as_the_template_writes_them(
-    tokenizers: dict[str, Any], name: str
-) -> None:
+def test_histories_with_thoughts_calls_and_odd_roles_are_the_template_s(tokenizers: dict[str, Any], name: str) -> None:
     async def checked() -> list[str]:
         return [
             await check_history(tokenizers[name], KINDS[name], random.Random(f"{name}{seed}")) for seed in range(30)
@@ -193,9 +191,7 @@ async def check_history(tokenizer: Any, kind: Kind, draws: random.Random) -> str
         ({"role": "user", "reasoning": "a"}, "reasoning: found ['a'], expected one text, in an assistant's message"),
     ],
 )
-def test_thoughts_are_one_text_of_the_models_or_refused(
-    tokenizers: dict[str, Any], turn: dict[str, Any], found: str | None
-) -> None:
+def test_thoughts_are_one_text_or_refused(tokenizers: dict[str, Any], turn: dict[str, Any], found: str | None) -> None:
     history = [USER, {"role": "assistant", "content": "2", **turn}, {"role": "tool", "content": "3"}]
     body = json.dumps({"model": "policy", "messages": history}).encode()
     if found is None:
@@ -237,10 +233,8 @@ def test_the_model_s_turn_ends_where_the_template_ends_it(tokenizers: dict[str, 
 def test_a_supervised_answer_has_the_tokens_that_the_template_writes(tokenizers: dict[str, Any], name: str) -> None:
     tokenizer, kind = tokenizers[name], KINDS[name]
     row = prompt_ids(tokenizer, [USER]) + answer_ids(tokenizer, [USER], "#### 3", {})
-    turns = [USER, {"role": "assistant", "content": "#### 3"}]
-    if name != "qwen3":  # which leaves its empty thoughts out of an earlier turn
-        turns = [*turns, {"role": "user", "content": "x"}]
-    written = whole(tokenizer, turns)
+    next_turn = [USER] * (name != "qwen3")  # which leaves its empty thoughts out of an earlier turn
+    written = whole(tokenizer, [USER, {"role": "assistant", "content": "#### 3"}, *next_turn])
     assert tokenizer.decode(row) == tokenizer.decode(written[: len(row)])
     assert tokenizer.decode(row).endswith("#### 3" + (kind.end or "<|user|>"))
 
@@ -269,9 +263,7 @@ def test_an_end_that_the_template_does_not_know_is_followed_by_its_own(tokenizer
 
 
 @pytest.mark.parametrize("name", ["chatml", "glm", "kimi"])
-def test_results_of_several_calls_follow_them_as_the_template_writes_them(
-    tokenizers: dict[str, Any], name: str
-) -> None:
+def test_results_of_several_calls_follow_as_the_template_writes_them(tokenizers: dict[str, Any], name: str) -> None:
     """What the model has said to call tools stays; a template may read the calls' names and ids."""
     tokenizer = tokenizers[name]
     calls = [{"id": f"c{i}", "type": "function", "function": {"name": "add", "arguments": ""}} for i in range(2)]
@@ -287,9 +279,7 @@ def test_results_of_several_calls_follow_them_as_the_template_writes_them(
 
 @pytest.mark.parametrize("form", ["{{ c.function.arguments | tojson }}", "{{ '' + c.function.arguments }}"])
 @pytest.mark.parametrize("given", [{"a": "é"}, '{"a": "é"}', {}, "", None])
-def test_arguments_of_calls_are_what_the_template_takes_objects_or_text(
-    tokenizers: dict[str, Any], form: str, given: Any
-) -> None:
+def test_arguments_are_objects_or_text_as_templates_have_it(tokenizers: dict[str, Any], form: str, given: Any) -> None:
     """DeepSeek's templates join them to a text. Others pass them to a filter, which would quote a text again."""
     tokenizer = changed(tokenizers["chatml"], "'(call ' + c.function.name + ')'", f"'@' }}}}{form}{{{{ '@'")
     calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": given}}]
@@ -302,9 +292,7 @@ def test_arguments_of_calls_are_what_the_template_takes_objects_or_text(
 
 
 @pytest.mark.parametrize("content", [None, "", []])
-def test_content_is_text_and_is_null_beside_calls_that_a_template_writes_there_alone(
-    tokenizers: dict[str, Any], content: Any
-) -> None:
+def test_content_is_text_or_null_as_the_template_reads_it(tokenizers: dict[str, Any], content: Any) -> None:
     """As DeepSeek-V3's and R1's do."""
     calls_or_text = "(m.tool_calls[0].function.name if m.content is none else m.content)"
     tokenizer = changed(tokenizers["deepseek"], "m.content.split('</think>')[-1]", calls_or_text)
@@ -369,9 +357,7 @@ def test_a_template_that_rewrites_what_was_said_is_refused(tokenizers: dict[str,
         continuation_ids(tokenizer, history, tokens(tokenizer, "x<|im_end|>"), again, {})
 
 
-def test_a_message_without_room_ends_the_conversation_and_leaves_whole_messages_alone(
-    tokenizers: dict[str, Any],
-) -> None:
+def test_a_message_without_room_ends_the_conversation_and_stays_out(tokenizers: dict[str, Any]) -> None:
     tokenizer = tokenizers["chatml"]
 
     async def environment(conversation: Conversation) -> None:
