@@ -130,8 +130,7 @@ def answer_ids(
     """Tokenize an answer in the form that the template gives it after its prompt, up to the token that ends the turn.
 
     If a template opens thoughts in the prompt, but drops an answer's thoughts, the answer's text continues the prompt.
-
-    Raises UserError: the template opens thoughts in the prompt, and the answer has none.
+    Raises UserError: such an answer has no thoughts.
     """
     opened = render(tokenizer, history, options, answer=True)
     whole = render(tokenizer, [*history, {"role": "assistant", "content": answer}], options, answer=False)
@@ -266,8 +265,9 @@ def _readable(attempt: _Attempt, message: Message) -> dict[str, Any]:
     """Copy a message in the form that the template reads: its content as text, its thoughts under the template's key,
     and the arguments of its calls as objects, or else as JSON.
 
-    Raises UserError: the content is no text, or the message has thoughts, but the template writes none.
+    Raises UserError: the content is no text, or the template leaves out thoughts, or all that the message has: calls.
     """
+    remedy = "Leave them out, or put them into the content as the model writes them."
     copied = {**message, "content": content_text(message.get("content"))}
     if text := thoughts(message):
         turn = {"role": "assistant", "content": SAID}
@@ -276,19 +276,21 @@ def _readable(attempt: _Attempt, message: Message) -> dict[str, Any]:
         tried = [(said, key) for said in (turn, calling) for key in (*names, *KEYS_OF_THOUGHTS[:3])]
         keys = [key for said, key in tried if THOUGHT in (attempt([ASKED, said | {key: THOUGHT}]) or "")]
         if not keys:
-            remedy = "Leave them out, or put them into the content as the model writes them."
             raise user_error(names[0], found=text, expected="no thoughts, which the chat template omits", remedy=remedy)
         copied[keys[0]] = text
     if not (calls := copied.pop("tool_calls", None)):  # some templates take an empty list for calls
         return copied
-    objects = [with_arguments(call) for call in calls]
-    texts = [with_arguments(call, lambda found: json.dumps(found, ensure_ascii=False)) for call in objects]
     # The templates of DeepSeek put the arguments into the text as they are, and fail with an object. Those of V3 and R1
     # write calls only beside a content that is null.
-    forms = [{**copied, "tool_calls": form} for form in (objects, texts)]
+    ways = (read_arguments, lambda found: json.dumps(read_arguments(found), ensure_ascii=False))
+    forms = [{**copied, "tool_calls": [with_arguments(call, way) for call in calls]} for way in ways]
     forms += [{**form, "content": form["content"] or None} for form in forms]
-    worse = (None, attempt([ASKED, copied]))  # it fails, or leaves the calls out
-    return max(forms, key=lambda form: (*worse, text := attempt([ASKED, form])).index(text))
+    shown = [(form, attempt([ASKED, form]), attempt([ASKED, copied | {"content": form["content"]}])) for form in forms]
+    works = [form for form, text, _ in shown if text is not None]
+    writes = [form for form, text, without in shown if text not in (None, without)]
+    if works and not writes and not copied["content"]:
+        raise user_error("tool_calls", calls, "none, which the chat template omits", remedy)
+    return (writes or works or forms)[0]
 
 
 def _shared(tokenizer: PreTrainedTokenizerBase, turn: Sequence[int], following: Sequence[int]) -> int:

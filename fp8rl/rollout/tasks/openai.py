@@ -249,8 +249,7 @@ def _tool_calls(found: Any, place: str) -> list[dict[str, Any]]:
     try:
         functions = [call["function"] for call in found]
         named = [{"name": str(each["name"]), "arguments": read_arguments(each.get("arguments"))} for each in functions]
-        ids = [str(call.get("id", "")) for call in found]
-        return [{"id": id_, "type": "function", "function": each} for id_, each in zip(ids, named, strict=True)]
+        return [{"id": str(call.get("id", "")), "type": "function", "function": one} for call, one in zip(found, named)]
     except (TypeError, KeyError, AttributeError) as error:
         raise Refusal(
             f"{place}.tool_calls: found {shown(found, 80)}, expected a list of calls of functions", place

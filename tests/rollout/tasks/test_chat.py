@@ -300,6 +300,8 @@ def test_content_is_text_or_null_as_the_template_reads_it(tokenizers: dict[str, 
     calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": ""}}]
     history = [asked, {"role": "assistant", "content": content, "tool_calls": calls}, {"role": "tool", "content": "R"}]
     assert "<|User|>1+2=?<|Assistant|>f<|end|><|outputs_begin|>" in render(tokenizer, history, {}, answer=True)
+    with pytest.raises(UserError, match="tool_calls: found .*, expected none, which the chat template omits"):
+        render(tokenizers["llama"], history, {}, answer=True)
 
 
 @pytest.mark.parametrize("none", [[], None])
