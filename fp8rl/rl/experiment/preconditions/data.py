@@ -184,14 +184,14 @@ class _Check:
 
     def _check_roles(self, problem: Problem, name: str) -> None:
         """Render each form of conversation once: templates refuse some orders of turns and some forms of calls."""
-        roles = ("user", "assistant", "tool")  # whose texts may be long
-        turns = [{**turn, "content": "x"} if turn["role"] in roles else turn for turn in problem.conversation]
+        given, roles = problem.conversation, ("user", "assistant", "tool")  # whose texts may be long
+        turns = [{**turn, "content": turn["content"] and "x"} if turn["role"] in roles else turn for turn in given]
         answer = "</think>x" if "</think>" in problem.answer else "x"
         form = (answer, *((turn["role"], _form(turn)) for turn in turns))
         if form in self._rendered:
             return
         self._rendered.add(form)
-        shown = [message["role"] for message in problem.conversation] + ["assistant"] * (self._rewards is None)
+        shown = [turn["role"] for turn in given] + ["assistant"] * (self._rewards is None)
         try:
             with rendering():
                 prompt_ids(self._tokenizer, replace(problem, messages=turns))

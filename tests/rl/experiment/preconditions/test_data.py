@@ -179,6 +179,7 @@ def test_arguments_that_the_chat_template_does_not_take_are_refused(values, mode
     [
         ({"role": "human"}, "messages.1: found {'role': 'human', 'thinking': '', 'content': '3'}"),
         ({"role": "assistant", "thinking": "so"}, "thinking: found 'so', expected no thoughts, which the chat"),
+        ({"content": "", "role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}, "tool_calls: found [{'"),
     ],
 )
 @pytest.mark.parametrize("algorithm", ["grpo", "sft"])
@@ -196,8 +197,8 @@ def test_roles_and_thoughts_that_the_chat_template_leaves_out_are_named(values, 
 
 
 def test_an_answer_without_the_thoughts_that_its_prompt_opens_is_refused(values, model, tmp_path):
-    template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
-    (model / "chat_template.jinja").write_text(template + "{{ '<|assistant|><think>' if add_generation_prompt }}")
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '<think>' if add_generation_prompt }}"
+    (model / "chat_template.jinja").write_text(template)
     write_lines(tmp_path / "train.jsonl", [("q", "so</think>1"), ("q", "1")])
     assert "line 2: answer: found no thoughts" in refusal(values, algorithm={"name": "sft"}, eval={"problems": 0})
 

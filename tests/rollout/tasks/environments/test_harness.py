@@ -252,12 +252,11 @@ def test_a_program_gets_nothing_but_its_own_conversation(tokenizer: Any) -> None
             await say(client.with_options(api_key="another"), [USER])
         with pytest.raises(openai.NotFoundError, match="POST /v1/embeddings: Not Found"):
             await client.embeddings.create(model="policy", input="1")
-        await say(client, [USER], stop=["1", EOS])
+        await say(client, [USER], stop=["1", EOS])  # the end of turn is no stop, so rewards do not read it
         (choice,) = (await client.completions.create(model="policy", prompt="1+2=", stop=["++"], max_tokens=9)).choices
         assert (choice.text, choice.finish_reason) == ("12", "stop")
 
-    _, rows, _ = played(tokenizer, agent, "3" + EOS, "12++77" + EOS)
-    assert [row.stopped for row in rows] == [False, True], "rewards do not read the end of turn, which is no stop"
+    assert [row.stopped for row in played(tokenizer, agent, "3" + EOS, "12++77" + EOS)[1]] == [False, True]
 
 
 def test_requests_without_end_are_refused_and_settings_that_are_overridden_are_not_heard(tokenizer: Any) -> None:
