@@ -97,7 +97,7 @@ def check_chats(client: openai.OpenAI) -> None:
     assert json.loads(call.function.arguments) == {"a": 12}
     for arguments in ("", "null", '{"a": 12}'):
         calls = [{"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}]
-        history: Any = [user, {"role": "assistant", "content": "", "tool_calls": calls}]
+        history: Any = [user, {"role": "assistant", "content": "1", "tool_calls": calls}]
         history += [{"role": "tool", "tool_call_id": "c", "content": "3"}]
         assert asked(messages=history, tools=tools).choices[0].finish_reason
 

@@ -50,23 +50,6 @@ KINDS = {
         ("<|im_start|>", "<|im_end|>"), "<|im_end|>", "<|im_end|>",
     ),
     # Thoughts stand in the last turn alone, an empty block where it has none.
-    "chatml with thinking": Kind(
-        "{% set ns = namespace(asked=-1) %}"
-        "{% for m in messages %}{% if m.role == 'user' %}{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}"
-        "{% for m in messages %}{% set said = m.content %}{% set thoughts = '' %}"
-        "{% if m.role == 'assistant' and '</think>' in said %}"
-        "{% set thoughts = said.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
-        "{% set said = said.split('</think>')[-1].lstrip('\n') %}{% endif %}"
-        "{{ '<|im_start|>' + m.role + '\n' }}"
-        "{% if m.role == 'assistant' and loop.index0 > ns.asked and (loop.last or thoughts) %}"
-        "{{ '<think>\n' + thoughts + '\n</think>\n\n' }}{% endif %}"
-        "{{ said + '<|im_end|>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
-        "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}"
-        "{% endif %}{% endif %}",
-        ("<|im_start|>", "<|im_end|>", "<think>", "</think>"), "<|im_end|>", "<|im_end|>",
-    ),
-    # The same, without a branch for other roles, and with thoughts in a field of their own.
     "qwen3": Kind(
         "{% set ns = namespace(asked=-1) %}"
         "{% for m in messages %}{% if m.role == 'user' %}{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}"
@@ -80,8 +63,8 @@ KINDS = {
         "{% if loop.index0 > ns.asked and (loop.last or thoughts) %}"
         "{{ '<think>\n' + thoughts.strip('\n') + '\n</think>\n\n' }}{% endif %}{{ said }}"
         + _CALLS
-        + "{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+        + "{{ '<|im_end|>\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+        "{% if enable_thinking | default(true) %}{% else %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}",
         ("<|im_start|>", "<|im_end|>", "<think>", "</think>"), "<|im_end|>", "<|im_end|>", developer="system",
         others=False, thoughts="reasoning_content",
     ),
@@ -135,16 +118,17 @@ KINDS = {
         ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>"),
         "<|endoftext|>", "", lead="\n",
     ),
+    # Thoughts stand before calls alone.
     "kimi": Kind(
         "{% for m in messages %}{{ '<|im_' + m.role + '|>' + (m.name or m.role) + '<|im_middle|>' + m.content }}"
-        "{% if m.tool_calls %}{{ '<|calls_begin|>' }}"
+        "{% if m.tool_calls %}{{ (m.reasoning_content or '') + '<|calls_begin|>' }}"
         "{% for c in m.tool_calls %}{{ c.id + (c.function.arguments | tojson) }}{% endfor %}{{ '<|calls_end|>' }}"
         "{% endif %}"
         "{{ '<|im_end|>' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_assistant|>assistant<|im_middle|>' }}{% endif %}",
         ("<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_tool|>", "<|im_middle|>", "<|im_end|>", "[EOS]",
          "<|calls_begin|>", "<|calls_end|>"),
-        "[EOS]", "<|im_end|>",
+        "[EOS]", "<|im_end|>", thoughts="reasoning_content",
     ),
     "deepseek": Kind(
         "{{ '<|begin|>' }}{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}{% endif %}{% endfor %}"
@@ -175,6 +159,12 @@ KINDS = {
         "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}",
         ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"), "<eos>", "<end_of_turn>", rows=False, tools=False,
         developer="system",
+    ),
+    # What has no opening of the model's turn ends with `eos_token`.
+    "phi": Kind(
+        "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
+        "{{ '<|assistant|>\n' if add_generation_prompt else eos_token }}",
+        ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>"), "<|endoftext|>", "<|end|>",
     ),
 }  # fmt: skip
 

@@ -130,12 +130,18 @@ def answer_ids(
     """Tokenize an answer in the form that the template gives it after its prompt, up to the token that ends the turn.
 
     If a template opens thoughts in the prompt, but drops an answer's thoughts, the answer's text continues the prompt.
+    Raises UserError: such an answer has no thoughts.
     """
     opened = render(tokenizer, history, options, answer=True)
     whole = render(tokenizer, [*history, {"role": "assistant", "content": answer}], options, answer=False)
     marked = render(tokenizer, [*history, {"role": "assistant", "content": SAID}], options, answer=False)
     turn = opened.removeprefix(render(tokenizer, history, options, answer=False))
     written = whole.removeprefix(opened) if whole.startswith(opened) else answer.removeprefix(_begun(turn, answer))
+    if "<think>" in turn and "</think>" not in turn + written:
+        raise UserError(
+            "answer: found no thoughts, expected some up to </think>, because the chat template opens them in prompts. "
+            "Write them, or turn them off in data.chat_template if the template has an argument for this."
+        )
     end, after = end_ids(tokenizer)[0], marked.partition(SAID)[2]
     before_end, ends, _ = after.partition(text_of(tokenizer, [end]))  # a template may put a blank there
     text = written.removesuffix(after) + before_end * bool(ends)
@@ -183,19 +189,16 @@ def _following(
         for message in history
     ]
     turn: dict[str, Any] = {"role": "assistant", "content": SAID}
-    begun = render(tokenizer, before, options, answer=False)
-    content = SAID
+    begun, content, end = render(tokenizer, [*before, turn], options, answer=False).rpartition(SAID)
     if calls:
-        plain = render(tokenizer, [*before, turn], options, answer=False)
         turn["tool_calls"] = [with_arguments(call, lambda _: {}) for call in calls]
         called = render(tokenizer, [*before, turn], options, answer=False)
-        start, _, end = plain.rpartition(SAID)
         while not called.endswith(end):  # what ends a turn with calls and one without
             end = end[1:]
-        content = called.removeprefix(start).removesuffix(end)
+        content = called.removeprefix(begun).removesuffix(end)
     whole = render(tokenizer, [*before, turn, *messages], options, answer=True)
     start, found, following = whole.rpartition(content)
-    if not found or not _THOUGHTS.sub("", start).startswith(_THOUGHTS.sub("", begun)):
+    if not found or _THOUGHTS.sub("", start) != _THOUGHTS.sub("", begun):
         role = messages[0]["role"] if messages else "further"
         raise RewritingTemplateError(
             f"environment: found a chat template that changes earlier text when a {role} message follows, "
@@ -215,6 +218,15 @@ def thoughts(message: Message) -> str:
         key, remedy = ", ".join(found), f"Write them as {KEYS_OF_THOUGHTS[0]} alone, or leave them out."
         raise user_error(key, found=[*found.values()], expected="one text, in an assistant's message", remedy=remedy)
     return next(iter(texts), "")
+
+
+def content_text(found: Any) -> str:
+    """Return a message's content as text: null is an empty text. Raises UserError: a part of it is no text."""
+    parts: list[Any] = [] if found is None else found if isinstance(found, list) else [found]
+    texts = [one.get("text", one) if isinstance(one, dict) and one.get("type") == "text" else one for one in parts]
+    if others := [text for text in texts if not isinstance(text, str)]:
+        raise user_error("content", found=others[0], expected="only text", remedy="Leave it out, or write it as text.")
+    return "".join(texts)
 
 
 _Attempt = Callable[[Sequence[Message]], str | None]
@@ -250,29 +262,35 @@ def _in_known_roles(
 
 
 def _readable(attempt: _Attempt, message: Message) -> dict[str, Any]:
-    """Copy a message. Put its thoughts under the key that the template reads, and the arguments of its calls into the
-    form that it reads: an object, or else JSON.
+    """Copy a message in the form that the template reads: its content as text, its thoughts under the template's key,
+    and the arguments of its calls as objects, or else as JSON.
 
-    Raises UserError: the message has thoughts, but the template writes none.
+    Raises UserError: the content is no text, or the template leaves out thoughts, or all that the message has: calls.
     """
-    copied = dict(message)
+    remedy = "Leave them out, or put them into the content as the model writes them."
+    copied = {**message, "content": content_text(message.get("content"))}
     if text := thoughts(message):
         turn = {"role": "assistant", "content": SAID}
+        calling = {**turn, "tool_calls": [with_arguments({"id": SAID, "function": {"name": SAID}})]}
         names = [key for key in KEYS_OF_THOUGHTS if message.get(key)]
-        keys = [
-            key for key in (*names, *KEYS_OF_THOUGHTS[:3]) if THOUGHT in (attempt([ASKED, turn | {key: THOUGHT}]) or "")
-        ]
+        tried = [(said, key) for said in (turn, calling) for key in (*names, *KEYS_OF_THOUGHTS[:3])]
+        keys = [key for said, key in tried if THOUGHT in (attempt([ASKED, said | {key: THOUGHT}]) or "")]
         if not keys:
-            remedy = "Leave them out, or put them into the content as the model writes them."
             raise user_error(names[0], found=text, expected="no thoughts, which the chat template omits", remedy=remedy)
         copied[keys[0]] = text
     if not (calls := copied.pop("tool_calls", None)):  # some templates take an empty list for calls
         return copied
-    objects = [with_arguments(call) for call in calls]
-    texts = [with_arguments(call, lambda found: json.dumps(found, ensure_ascii=False)) for call in objects]
-    # The templates of DeepSeek put the arguments into the text as they are, and fail with an object.
-    forms = [{**copied, "tool_calls": form} for form in (objects, texts)]
-    return next((form for form in forms if attempt([ASKED, form]) is not None), forms[0])
+    # The templates of DeepSeek put the arguments into the text as they are, and fail with an object. Those of V3 and R1
+    # write calls only beside a content that is null.
+    ways = (read_arguments, lambda found: json.dumps(read_arguments(found), ensure_ascii=False))
+    forms = [{**copied, "tool_calls": [with_arguments(call, way) for call in calls]} for way in ways]
+    forms += [{**form, "content": form["content"] or None} for form in forms]
+    shown = [(form, attempt([ASKED, form]), attempt([ASKED, copied | {"content": form["content"]}])) for form in forms]
+    works = [form for form, text, _ in shown if text is not None]
+    writes = [form for form, text, without in shown if text not in (None, without)]
+    if works and not writes and not copied["content"]:
+        raise user_error("tool_calls", calls, "none, which the chat template omits", remedy)
+    return (writes or works or forms)[0]
 
 
 def _shared(tokenizer: PreTrainedTokenizerBase, turn: Sequence[int], following: Sequence[int]) -> int:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fp8rl.numerics.core.errors import UserError, shown
 from fp8rl.numerics.core.reading import parse_json
-from fp8rl.rollout.tasks.chat import ROLES, read_arguments, thoughts
+from fp8rl.rollout.tasks.chat import ROLES, content_text, read_arguments, thoughts
 from fp8rl.rollout.types import SamplingParams
 
 MODEL = "policy"
@@ -234,9 +234,9 @@ def read_message(found: Any, place: str) -> dict[str, Any]:
     role = found.get("role") if isinstance(found, dict) else found
     if not isinstance(found, dict) or role not in ROLES:
         raise Refusal(f"{place}: found the role {shown(role, 80)}, expected {', '.join(ROLES)}", place)
-    message: dict[str, Any] = {"role": role, "content": _content(found.get("content"), place)}
-    message |= {name: found[name] for name in ("name", "tool_call_id") if isinstance(found.get(name), str)}
+    message = {name: found[name] for name in ("name", "tool_call_id") if isinstance(found.get(name), str)}
     try:
+        message |= {"role": role, "content": content_text(found.get("content"))}
         message |= {"reasoning_content": said} if (said := thoughts(found)) else {}
     except UserError as error:
         raise Refusal(f"{place}: {error}", place) from error
@@ -245,29 +245,10 @@ def read_message(found: Any, place: str) -> dict[str, Any]:
     return message
 
 
-def _content(found: Any, place: str) -> str:
-    if found is None or isinstance(found, str):
-        return found or ""
-    parts = found if isinstance(found, list) else [found]
-    for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else part
-            raise Refusal(f"{place}.content: found {shown(kind, 80)}, expected only text", place)
-    return "".join(part["text"] for part in parts)
-
-
 def _tool_calls(found: Any, place: str) -> list[dict[str, Any]]:
     try:
-        return [
-            {
-                "id": str(call.get("id", "")),
-                "type": "function",
-                "function": {
-                    "name": str(call["function"]["name"]),
-                    "arguments": read_arguments(call["function"].get("arguments")),
-                },
-            }
-            for call in found
-        ]
+        functions = [call["function"] for call in found]
+        named = [{"name": str(each["name"]), "arguments": read_arguments(each.get("arguments"))} for each in functions]
+        return [{"id": str(call.get("id", "")), "type": "function", "function": one} for call, one in zip(found, named)]
     except (TypeError, KeyError, AttributeError) as error:
         raise Refusal(f"{place}.tool_calls: found {shown(found, 80)}, expected a list of calls", place) from error

@@ -117,16 +117,14 @@ def check_random(tokenizer: Any, kind: Kind, draws: random.Random) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
-def test_histories_with_thoughts_calls_and_odd_roles_are_written_as_the_template_writes_them(
-    tokenizers: dict[str, Any], name: str
-) -> None:
+def test_histories_with_thoughts_calls_and_odd_roles_are_the_template_s(tokenizers: dict[str, Any], name: str) -> None:
     async def checked() -> list[str]:
         return [
             await check_history(tokenizers[name], KINDS[name], random.Random(f"{name}{seed}")) for seed in range(30)
         ]
 
     found = Counter(asyncio.run(checked()))
-    assert found["refused"] and found["continued"]
+    assert found["continued"] and (found["refused"] or name == "kimi")
 
 
 async def check_history(tokenizer: Any, kind: Kind, draws: random.Random) -> str:
@@ -193,9 +191,7 @@ async def check_history(tokenizer: Any, kind: Kind, draws: random.Random) -> str
         ({"role": "user", "reasoning": "a"}, "reasoning: found ['a'], expected one text, in an assistant's message"),
     ],
 )
-def test_thoughts_are_one_text_of_the_models_or_refused(
-    tokenizers: dict[str, Any], turn: dict[str, Any], found: str | None
-) -> None:
+def test_thoughts_are_one_text_or_refused(tokenizers: dict[str, Any], turn: dict[str, Any], found: str | None) -> None:
     history = [USER, {"role": "assistant", "content": "2", **turn}, {"role": "tool", "content": "3"}]
     body = json.dumps({"model": "policy", "messages": history}).encode()
     if found is None:
@@ -237,10 +233,8 @@ def test_the_model_s_turn_ends_where_the_template_ends_it(tokenizers: dict[str, 
 def test_a_supervised_answer_has_the_tokens_that_the_template_writes(tokenizers: dict[str, Any], name: str) -> None:
     tokenizer, kind = tokenizers[name], KINDS[name]
     row = prompt_ids(tokenizer, [USER]) + answer_ids(tokenizer, [USER], "#### 3", {})
-    turns = [USER, {"role": "assistant", "content": "#### 3"}]
-    if name not in ("chatml with thinking", "qwen3"):  # which leave their empty thoughts out of an earlier turn
-        turns = [*turns, {"role": "user", "content": "x"}]
-    written = whole(tokenizer, turns)
+    next_turn = [USER] * (name != "qwen3")  # which leaves its empty thoughts out of an earlier turn
+    written = whole(tokenizer, [USER, {"role": "assistant", "content": "#### 3"}, *next_turn])
     assert tokenizer.decode(row) == tokenizer.decode(written[: len(row)])
     assert tokenizer.decode(row).endswith("#### 3" + (kind.end or "<|user|>"))
 
@@ -254,8 +248,8 @@ def test_thoughts_that_the_prompt_has_begun_go_on_in_a_supervised_answer(tokeniz
     )
     row = prompt_ids(tokenizer, [USER]) + answer_ids(tokenizer, [USER], "<think>\n1+1\n</think>\n2", {})
     assert tokenizer.decode(row).endswith("<|assistant|><think>\n1+1\n</think>\n2<|im_end|>")
-    plain = answer_ids(tokenizer, [USER], "2", {})
-    assert tokenizer.decode(plain) == "2<|im_end|>"
+    with pytest.raises(UserError, match="answer: found no thoughts, expected"):
+        answer_ids(tokenizer, [USER], "2", {})
 
 
 @pytest.mark.parametrize("end", ["[EOS]", "<|im_end|>[EOS]"])
@@ -269,9 +263,7 @@ def test_an_end_that_the_template_does_not_know_is_followed_by_its_own(tokenizer
 
 
 @pytest.mark.parametrize("name", ["chatml", "glm", "kimi"])
-def test_results_of_several_calls_follow_them_as_the_template_writes_them(
-    tokenizers: dict[str, Any], name: str
-) -> None:
+def test_results_of_several_calls_follow_as_the_template_writes_them(tokenizers: dict[str, Any], name: str) -> None:
     """What the model has said to call tools stays; a template may read the calls' names and ids."""
     tokenizer = tokenizers[name]
     calls = [{"id": f"c{i}", "type": "function", "function": {"name": "add", "arguments": ""}} for i in range(2)]
@@ -287,9 +279,7 @@ def test_results_of_several_calls_follow_them_as_the_template_writes_them(
 
 @pytest.mark.parametrize("form", ["{{ c.function.arguments | tojson }}", "{{ '' + c.function.arguments }}"])
 @pytest.mark.parametrize("given", [{"a": "é"}, '{"a": "é"}', {}, "", None])
-def test_arguments_of_calls_are_what_the_template_takes_objects_or_text(
-    tokenizers: dict[str, Any], form: str, given: Any
-) -> None:
+def test_arguments_are_objects_or_text_as_templates_have_it(tokenizers: dict[str, Any], form: str, given: Any) -> None:
     """DeepSeek's templates join them to a text. Others pass them to a filter, which would quote a text again."""
     tokenizer = changed(tokenizers["chatml"], "'(call ' + c.function.name + ')'", f"'@' }}}}{form}{{{{ '@'")
     calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": given}}]
@@ -299,6 +289,19 @@ def test_arguments_of_calls_are_what_the_template_takes_objects_or_text(
     assert text.count("@" + ('{"a": "é"}' if given else "{}") + "@") == 1
     behind = continuation_ids(tokenizer, [USER], tokens(tokenizer, "so<|im_end|>"), [result], {}, calls)
     assert tokenizer.decode(behind) == text.rpartition("@<|im_end|>")[2]
+
+
+@pytest.mark.parametrize("content", [None, "", []])
+def test_content_is_text_or_null_as_the_template_reads_it(tokenizers: dict[str, Any], content: Any) -> None:
+    """As DeepSeek-V3's and R1's do."""
+    calls_or_text = "(m.tool_calls[0].function.name if m.content is none else m.content)"
+    tokenizer = changed(tokenizers["deepseek"], "m.content.split('</think>')[-1]", calls_or_text)
+    asked = {"role": "user", "content": [{"type": "text", "text": text} for text in ("1+", "2=?")]}
+    calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": ""}}]
+    history = [asked, {"role": "assistant", "content": content, "tool_calls": calls}, {"role": "tool", "content": "R"}]
+    assert "<|User|>1+2=?<|Assistant|>f<|end|><|outputs_begin|>" in render(tokenizer, history, {}, answer=True)
+    with pytest.raises(UserError, match="tool_calls: found .*, expected none, which the chat template omits"):
+        render(tokenizers["llama"], history, {}, answer=True)
 
 
 @pytest.mark.parametrize("none", [[], None])
@@ -323,7 +326,7 @@ def talk(*roles: str) -> Any:
 
 
 def test_arguments_of_the_template_hold_in_every_turn(tokenizers: dict[str, Any]) -> None:
-    tokenizer = tokenizers["chatml with thinking"]
+    tokenizer = tokenizers["qwen3"]
     model = Model(tokenizer, "x<|im_end|>", "y<|im_end|>")
     answer = played(tokenizer, talk("user"), model, [USER], {"enable_thinking": False})
     opening = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
@@ -331,7 +334,7 @@ def test_arguments_of_the_template_hold_in_every_turn(tokenizers: dict[str, Any]
 
 
 def test_thoughts_stay_in_the_row_where_the_template_would_drop_them_later(tokenizers: dict[str, Any]) -> None:
-    tokenizer = tokenizers["chatml with thinking"]
+    tokenizer = tokenizers["qwen3"]
     lines = [f"<think>\n{i}\n</think>\n\nx<|im_end|>" for i in range(3)]
     answer = played(tokenizer, talk("tool", "user"), Model(tokenizer, *lines), [USER])
     text = tokenizer.decode(answer.prompt_ids + answer.token_ids)
@@ -356,9 +359,7 @@ def test_a_template_that_rewrites_what_was_said_is_refused(tokenizers: dict[str,
         continuation_ids(tokenizer, history, tokens(tokenizer, "x<|im_end|>"), again, {})
 
 
-def test_a_message_without_room_ends_the_conversation_and_leaves_whole_messages_alone(
-    tokenizers: dict[str, Any],
-) -> None:
+def test_a_message_without_room_ends_the_conversation_and_stays_out(tokenizers: dict[str, Any]) -> None:
     tokenizer = tokenizers["chatml"]
 
     async def environment(conversation: Conversation) -> None:

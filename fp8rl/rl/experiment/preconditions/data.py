@@ -184,19 +184,19 @@ class _Check:
 
     def _check_roles(self, problem: Problem, name: str) -> None:
         """Render each form of conversation once: templates refuse some orders of turns and some forms of calls."""
-        roles = ("user", "assistant", "tool")  # whose texts may be long
-        turns = [{**turn, "content": "x"} if turn["role"] in roles else turn for turn in problem.messages]
-        form = tuple((turn["role"], _form(turn)) for turn in turns)
+        given, roles = problem.conversation, ("user", "assistant", "tool")  # whose texts may be long
+        turns = [{**turn, "content": turn["content"] and "x"} if turn["role"] in roles else turn for turn in given]
+        answer = "</think>x" if "</think>" in problem.answer else "x"
+        form = (answer, *((turn["role"], _form(turn)) for turn in turns))
         if form in self._rendered:
             return
         self._rendered.add(form)
-        shown = [message["role"] for message in problem.conversation] + ["assistant"] * (self._rewards is None)
+        shown = [turn["role"] for turn in given] + ["assistant"] * (self._rewards is None)
         try:
             with rendering():
-                emptied = replace(problem, messages=turns)
-                prompt_ids(self._tokenizer, emptied)
+                prompt_ids(self._tokenizer, replace(problem, messages=turns))
                 if self._rewards is None:
-                    answer_ids(self._tokenizer, emptied.conversation, "x", problem.chat_template)
+                    answer_ids(self._tokenizer, turns, answer, problem.chat_template)
         except UserError as error:
             raise UserError(f"{self._key}: {name}: {error}") from error
         except Exception as error:  # whatever a program may raise

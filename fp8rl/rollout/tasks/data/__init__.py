@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fp8rl.numerics.core.errors import user_error
+from fp8rl.numerics.core.errors import UserError, user_error
+from fp8rl.rollout.tasks.chat import content_text
 from fp8rl.rollout.tasks.data.rows import Row, Rows, open_rows
 from fp8rl.rollout.types import Message, Problem
 
@@ -119,18 +121,16 @@ def _value(row: Row, column: str) -> Any:
 def _messages(turns: list[Any], where: str, remedy: str) -> list[Message]:
     """Return the turns of a conversation that the model is to answer, without keys that are null.
 
-    As in OpenAI's API, the content of a turn that calls tools may be null or missing.
+    As in OpenAI's API, content may come in parts, and that of a turn that calls tools may be null or missing.
     """
     messages: list[Message] = []
     for turn in turns:
         role, content = (turn.get("role"), turn.get("content")) if isinstance(turn, dict) else (None, None)
-        if content is None and isinstance(turn, dict) and turn.get("tool_calls"):
-            content = ""
+        if isinstance(content, list) or (content is None and isinstance(turn, dict) and turn.get("tool_calls")):
+            with suppress(UserError):  # it is told below, with its place
+                content = content_text(content)
         if not _is_text(role) or not isinstance(content, str) or not _encodes(content):
-            expected = "chat messages with role and content, which are text"
-            parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
-            if kinds := [part.get("type") for part in parts if part.get("type") != "text"]:
-                expected += f"; a part of type {kinds[0]!r}, as of a picture, is neither trained on nor served"
+            expected = "chat messages with role and content, which are text (no pictures)"
             raise user_error(where, found=turn, expected=expected, remedy=remedy)
         messages.append({name: value for name, value in {**turn, "content": content}.items() if value is not None})
     if not messages or messages[-1]["role"] == "assistant" or not messages[-1]["content"].strip():

@@ -131,12 +131,12 @@ class Conversation:
         """
         if max_new_tokens is not None and max_new_tokens < 1:  # the engine's refusal would end the run
             raise ValueError(f"max_new_tokens: found {max_new_tokens}, expected 1 or more")
-        stops = []
+        stops: list[int] = []
         for text in [stop] if isinstance(stop, str) else stop:
             ids = behind_ids(self.tokenizer, text)
             if len(ids) != 1:
                 raise ValueError(f"stop: found {text!r}, which is {len(ids)} tokens, expected one. Choose another text")
-            stops += ids
+            stops += set(ids) - set(self.sampling.stop_token_ids)  # these end the answer, too
         self._talk.go_on(begin := len(self._main.tokens))
         turn = await self.ask(self._main, tuple(stops), max_new_tokens)
         self._main.append_turn(turn, stops=tuple(stops))

@@ -132,8 +132,9 @@ class Recording:
 
     async def _sampled(self, branch: Branch, request: CompletionRequest) -> tuple[_Point, str]:
         """Sample a turn into the branch. Return its end, and its text without the token that ended it."""
-        tokenizer = self.conversation.tokenizer
-        stops = tuple(ids[0] for stop in request.stop if len(ids := behind_ids(tokenizer, stop)) == 1)
+        tokenizer, ends = self.conversation.tokenizer, self.conversation.sampling.stop_token_ids
+        each = [behind_ids(tokenizer, stop) for stop in request.stop]
+        stops = tuple(ids[0] for ids in each if len(ids) == 1 and ids[0] not in ends)
         self._busy.add(branch)
         self._idle.clear()
         try:

@@ -179,6 +179,7 @@ def test_arguments_that_the_chat_template_does_not_take_are_refused(values, mode
     [
         ({"role": "human"}, "messages.1: found {'role': 'human', 'thinking': '', 'content': '3'}"),
         ({"role": "assistant", "thinking": "so"}, "thinking: found 'so', expected no thoughts, which the chat"),
+        ({"content": "", "role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}, "tool_calls: found [{'"),
     ],
 )
 @pytest.mark.parametrize("algorithm", ["grpo", "sft"])
@@ -193,6 +194,13 @@ def test_roles_and_thoughts_that_the_chat_template_leaves_out_are_named(values, 
     lines = [json.dumps({"question": question, "answer": "#### 1"}) for question in turns]
     (tmp_path / "train.jsonl").write_text("\n".join(lines))
     assert refusal(values, algorithm={"name": algorithm}).startswith(f"data.train: line 2: {said}")
+
+
+def test_an_answer_without_the_thoughts_that_its_prompt_opens_is_refused(values, model, tmp_path):
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '<think>' if add_generation_prompt }}"
+    (model / "chat_template.jinja").write_text(template)
+    write_lines(tmp_path / "train.jsonl", [("q", "so</think>1"), ("q", "1")])
+    assert "line 2: answer: found no thoughts" in refusal(values, algorithm={"name": "sft"}, eval={"problems": 0})
 
 
 def test_calls_that_the_chat_template_cannot_write_are_named_behind_others_of_equal_roles(values, model, tmp_path):

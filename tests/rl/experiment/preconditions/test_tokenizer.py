@@ -62,7 +62,7 @@ QUESTION = [{"role": "user", "content": "1+2=?"}]
 
 
 def remarks(tokenizer: Any, template: str, *, several_turns: bool = True, **options: Any) -> list[str]:
-    tokenizer = with_template(tokenizer, KINDS["chatml with thinking"])
+    tokenizer = with_template(tokenizer, KINDS["qwen3"])
     tokenizer.chat_template = template
     source = Source("train.jsonl", "data.train", chat_template=options)
     return list(template_remarks(tokenizer, QUESTION, source, several_turns))

@@ -23,7 +23,7 @@ def test_a_conversation_is_the_models_tokens_and_the_environments_in_their_order
         conversation.tell(")")
         turns.append(await conversation.sample(max_new_tokens=2))
         conversation.tell(".")
-        turns.append(await conversation.sample())
+        turns.append(await conversation.sample(stop=EOS))
         conversation.tell("nobody answers this")
 
     answer = play(environment, "(9+4=99", ",77", "8" + EOS)
@@ -45,9 +45,7 @@ def test_a_conversation_is_the_models_tokens_and_the_environments_in_their_order
     ]
 
 
-def test_the_last_token_of_a_bounded_turn_is_part_of_the_text_and_a_stop_is_one_token(
-    play: Stage, tokenizer: Any
-) -> None:
+def test_a_bounded_turn_has_its_last_token_in_its_text_and_a_stop_is_one_token(play: Stage, tokenizer: Any) -> None:
     async def environment(conversation: Conversation) -> None:
         with pytest.raises(ValueError, match="found '==', which is 2 tokens, expected one"):
             await conversation.sample(stop="==")

@@ -159,7 +159,7 @@ def test_a_stream_brings_the_same_and_one_that_is_abandoned_is_recorded(tokenize
         ({"model": "gpt-5"}, 404, "The model 'gpt-5' does not exist; a run serves 'policy'"),
         ({"extra_body": {"best_of": 2}}, 400, "best_of: is not supported"),
         ({"messages": [{"role": ["user"], "content": "x"}]}, 400, "messages.0: found the role ['user'], expected"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "'image_url', expected only text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "content: found {'type': 'image_"),
         ({"temperature": 0.2}, 400, "temperature: found 0.2, expected 1.0, as in the run"),
         ({"tools": [TOOL]}, 400, "expected environment.harness.tool_parser to be set"),
         ({"tools": [{"type": "web_search"}]}, 400, "tools.0.type: found 'web_search'. Input should be 'function'"),
@@ -252,11 +252,11 @@ def test_a_program_gets_nothing_but_its_own_conversation(tokenizer: Any) -> None
             await say(client.with_options(api_key="another"), [USER])
         with pytest.raises(openai.NotFoundError, match="POST /v1/embeddings: Not Found"):
             await client.embeddings.create(model="policy", input="1")
-        await say(client, [USER])
+        await say(client, [USER], stop=["1", EOS])  # the end of turn is no stop, so rewards do not read it
         (choice,) = (await client.completions.create(model="policy", prompt="1+2=", stop=["++"], max_tokens=9)).choices
         assert (choice.text, choice.finish_reason) == ("12", "stop")
 
-    played(tokenizer, agent, "3" + EOS, "12++77" + EOS)
+    assert [row.stopped for row in played(tokenizer, agent, "3" + EOS, "12++77" + EOS)[1]] == [False, True]
 
 
 def test_requests_without_end_are_refused_and_settings_that_are_overridden_are_not_heard(tokenizer: Any) -> None:
