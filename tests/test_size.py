@@ -10,10 +10,10 @@ LINES = {
     "trainer": 8_324,
     "rollout": 7_785,
     "weight_sync": 1_412,
-    "rl": 12_906,
+    "rl": 12_879,
     "diagnose": 3_846,
     "cli": 1_748,
-    "tests": 41_722,
+    "tests": 41_720,
 }
 """Lines of Python files, blank ones and comments too. `cli` is what lies in fp8rl/ beside the packages.
 

@@ -44,7 +44,6 @@ _MANIFEST = "manifest.json"
 _WEIGHTS = "weights"
 _ADAPTER = "adapter"
 _SUMS = "SHA256SUMS"
-_OPTIONAL = ("train_routes", "train_draws")
 _COPY = "The capsule is damaged: copy it again from where the run wrote it."
 
 
@@ -82,7 +81,6 @@ class About(BaseModel):
     step: Annotated[int, Field(ge=0, lt=2**63)]
     why: list[str]
     """Sentences of the gates and faults for which the capsule was written."""
-    spec_digest: str
     numerics: dict[str, Any]
     weight_version: Annotated[int, Field(ge=0, lt=2**63)]
     temperature: float
@@ -134,7 +132,6 @@ def write_capsule(
     about = About(
         step=step,
         why=list(why),
-        spec_digest=numerics.spec.digest(),
         numerics=numerics.to_dict(),
         weight_version=scored.version,
         temperature=chosen.batch.temperature,
@@ -159,8 +156,8 @@ def write_capsule(
 
 
 def read_capsule(path: Path) -> Capsule:
-    """Read a capsule and check it. Raises UserError: `path` is no capsule or one of another format, a file is missing
-    or damaged, or its parts are of different quantization specs."""
+    """Read a capsule, and check its files against their sums. Raises UserError: `path` is no capsule or one of another
+    format, or a file is missing or damaged."""
     check_path(path, "capsule")
     path = Path(path)
     if not (path / _SUMS).is_file():
@@ -187,8 +184,6 @@ def _capsule(path: Path, values: dict[str, Any], experiment: Experiment, manifes
         raise user_error(f"{path / _ABOUT}: format", values["format"], str(FORMAT), remedy)
     about = validated(About.model_validate, values, str(path / _ABOUT), _COPY)
     numerics = NumericsConfig.from_dict(about.numerics)
-    _check_digest(path / _ABOUT, about.spec_digest, experiment.numerics_config().spec.digest(), _EXPERIMENT)
-    _check_digest(path / _MANIFEST, manifest.spec_digest, numerics.rollout_spec.digest(), _ABOUT)
     with open_tensors(path / _TENSORS, "capsule") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}
     return Capsule(path, about, numerics, experiment, manifest, _scored(tensors, about))
@@ -234,22 +229,6 @@ def _scored(tensors: dict[str, torch.Tensor], about: About) -> ScoredBatch:
         truncation=_TRUNCATION.validate_python(about.truncation),
         supports=KeptTokenPool(tensors["supports.at"], tensors["supports.pool"]) if "supports.at" in tensors else None,
     )
-    shape, routes = batch.tokens.shape, None if batch.routes is None else batch.routes.shape
-    expected = {
-        "fields.rollout_logprobs": (shape, torch.float32),
-        "weight_versions": (shape, torch.int64),
-        "train_logprobs": (shape, torch.float32),
-        "train_routes": (routes, torch.int16),
-        "train_draws": (shape, torch.int64),
-    }
-    for name, form in expected.items():
-        found = (tensors[name].shape, tensors[name].dtype) if name in tensors else None
-        if found != form and (found is not None or not name.startswith(_OPTIONAL)):
-            raise ValueError(f"{name} of {_TENSORS}: found {found}, expected {form}")
-    if len(about.rows) != batch.rows or bool((batch.tokens < 0).any()) or not bool(batch.loss_mask.any()):
-        raise ValueError(
-            f"{_TENSORS}: found {batch.rows} rows, expected {len(about.rows)} with tokens, as {_ABOUT} lists"
-        )
     return ScoredBatch(
         batch=batch,
         versions=tensors["weight_versions"],
@@ -259,12 +238,6 @@ def _scored(tensors: dict[str, torch.Tensor], about: About) -> ScoredBatch:
         draws=tensors.get("train_draws"),
         tis_cap=about.tis_cap,
     )
-
-
-def _check_digest(file: Path, found: str, expected: str, source: str) -> None:
-    if found != expected:
-        remedy = "These files are of two runs: copy the whole capsule again from where the run wrote it."
-        raise user_error(f"{file}: spec_digest", found, f"{expected}, the quantization spec of its {source}", remedy)
 
 
 def remove_superfluous(run: RunDir, keep: int) -> None:
