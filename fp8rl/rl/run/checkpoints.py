@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Self
 
 from pydantic import TypeAdapter
@@ -136,7 +137,7 @@ def check_resumable(run: RunDir, experiment: Experiment) -> None:
             if key == "numerics":  # a digest alone does not say what to set back
                 value += ", by " + ", ".join(said for said in changes(run, experiment) if said.startswith("numerics."))
             expected = f"{shown(trained.get(key))}, as in the checkpoint of step {step}"
-            remedy = f"Resume with the settings of {run.experiment}, or start a new run under another run.name."
+            remedy = f"Resume with the settings of {_spec_of(run)}, or start a new run under another run.name."
             raise user_error(key, value, expected, remedy)
 
 
@@ -188,12 +189,16 @@ def with_older(error: DamagedCheckpointError, run: RunDir, step: int) -> UserErr
     return UserError(f"{error} No older checkpoint is whole: start over with --overwrite.")
 
 
+def _spec_of(run: RunDir) -> Path:
+    kept = run.checkpoint(max(run.checkpoint_steps(), default=0)) / _SPEC
+    return kept if kept.is_file() else run.experiment
+
+
 def changes(run: RunDir, experiment: Experiment) -> list[str]:
     """Return, in words, the settings in which `experiment` differs from those of the newest checkpoint of `run`."""
-    kept = run.checkpoint(max(run.checkpoint_steps(), default=0)) / _SPEC
     before, after = (
         {key: value for key, value in dotted(each.to_dict()) if value != {}}
-        for each in (read_resolved(kept if kept.is_file() else run.experiment), experiment)
+        for each in (read_resolved(_spec_of(run)), experiment)
     )
     changed = [key for key in sorted(before.keys() | after.keys()) if after.get(key) != before.get(key)]
     said = [f"{key}={after.get(key)} (was {before.get(key)})" for key in changed]

@@ -137,7 +137,7 @@ def answer_ids(
     marked = render(tokenizer, [*history, {"role": "assistant", "content": SAID}], options, answer=False)
     turn = opened.removeprefix(render(tokenizer, history, options, answer=False))
     written = whole.removeprefix(opened) if whole.startswith(opened) else answer.removeprefix(_begun(turn, answer))
-    if "<think>" in turn and "</think>" not in turn + written:
+    if opened.rstrip().endswith("<think>") and "</think>" not in written:
         raise UserError(
             "answer: found no thoughts, expected some up to </think>, because the chat template opens them in prompts. "
             "Write them, or turn them off in data.chat_template if the template has an argument for this."
@@ -197,7 +197,7 @@ def _following(
             end = end[1:]
         content = called.removeprefix(begun).removesuffix(end)
     whole = render(tokenizer, [*before, turn, *messages], options, answer=True)
-    start, found, following = whole.rpartition(content)
+    start, found, following = whole.rpartition(content or SAID)
     if not found or _THOUGHTS.sub("", start) != _THOUGHTS.sub("", begun):
         role = messages[0]["role"] if messages else "further"
         raise RewritingTemplateError(
@@ -273,24 +273,27 @@ def _readable(attempt: _Attempt, message: Message) -> dict[str, Any]:
         turn = {"role": "assistant", "content": SAID}
         calling = {**turn, "tool_calls": [with_arguments({"id": SAID, "function": {"name": SAID}})]}
         names = [key for key in KEYS_OF_THOUGHTS if message.get(key)]
-        tried = [(said, key) for said in (turn, calling) for key in (*names, *KEYS_OF_THOUGHTS[:3])]
-        keys = [key for said, key in tried if THOUGHT in (attempt([ASKED, said | {key: THOUGHT}]) or "")]
-        if not keys:
+        tried = ((said, key) for said in (turn, calling) for key in (*names, *KEYS_OF_THOUGHTS[:3]))
+        writes = (key for said, key in tried if THOUGHT in (attempt([ASKED, said | {key: THOUGHT}]) or ""))
+        if (key := next(writes, None)) is None:
             raise user_error(names[0], found=text, expected="no thoughts, which the chat template omits", remedy=remedy)
-        copied[keys[0]] = text
+        copied[key] = text
     if not (calls := copied.pop("tool_calls", None)):  # some templates take an empty list for calls
         return copied
     # The templates of DeepSeek put the arguments into the text as they are, and fail with an object. Those of V3 and R1
     # write calls only beside a content that is null.
     ways = (read_arguments, lambda found: json.dumps(read_arguments(found), ensure_ascii=False))
     forms = [{**copied, "tool_calls": [with_arguments(call, way) for call in calls]} for way in ways]
-    forms += [{**form, "content": form["content"] or None} for form in forms]
-    shown = [(form, attempt([ASKED, form]), attempt([ASKED, copied | {"content": form["content"]}])) for form in forms]
-    works = [form for form, text, _ in shown if text is not None]
-    writes = [form for form, text, without in shown if text not in (None, without)]
-    if works and not writes and not copied["content"]:
+    forms += [{**form, "content": None} for form in forms if not copied["content"]]
+    works = []
+    for form in forms:
+        if (written := attempt([ASKED, form])) is not None:
+            if written != attempt([ASKED, copied | {"content": form["content"]}]):
+                return form
+            works.append(form)
+    if works and not copied["content"]:
         raise user_error("tool_calls", calls, "none, which the chat template omits", remedy)
-    return (writes or works or forms)[0]
+    return (works or forms)[0]
 
 
 def _shared(tokenizer: PreTrainedTokenizerBase, turn: Sequence[int], following: Sequence[int]) -> int:

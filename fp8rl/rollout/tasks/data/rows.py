@@ -206,7 +206,8 @@ def _check_all_read(path: Path, read: Mapping[str, Sequence[str]], key: str) -> 
     names = {str(Path(name).relative_to(path.resolve())) for files in read.values() for name in files}
     for file in sorted(path.rglob("*")):
         name = str(file.relative_to(path))
-        if file.suffix in _OF_TABLES and name not in names and not name.startswith((".", "_")) and "/." not in name:
+        hidden = name.startswith((".", "_")) or "/." in name
+        if name not in names and not hidden and file.suffix in _OF_TABLES and file.is_file():
             found = f"{path} with {name}, which datasets leaves out beside {min(names)}"
             remedy = f"Give each its own source, or set {key}.split to read the others alone."
             raise user_error(key, found, "tables of one kind, all of a split or none", remedy)

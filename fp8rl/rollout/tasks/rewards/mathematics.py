@@ -19,13 +19,13 @@ from unicodedata import normalize
 _SUPERSCRIPTS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
 _BEFORE, _AFTER = r"(?<![\w)\]}*\\$])", r"(?![\w*$])"
 _UNIT = (
-    r"(?:[mck]?m|m?[lL]|ft|in|yd|mi|k?g|lb|s|sec|min|h|hr|day|yr|rad|mph|[kMG]?(?:Hz|Pa|eV|Wh)|m?mol|k[JNVW]|m[AV]"
-    r"|[kM]?(?:\\Omega|Ω)|(?:\\mu\s*|[μµ])[gLms])(?:\^(?:\d|\{-?\d\})|[²³])?"
+    r"(?:[mck]?m|m?[lL]|ft|in|yd|mi|k?g|lb|s|sec|min|h|hr|day|yr|rad|mph|[kMG]?(?:Hz|Pa|eV|Wh)|m?mol|k[JNVW]|m[AV])"
+    r"(?:\^(?:\d|\{-?\d\})|[²³])?"
 )
 
 _RULES = [
     # Signs for which LaTeX has another form.
-    (r"(?:[−–‐‑﹣]|\b(?:minus|negative)\s+)(?=[\d.$\\])", "-"),
+    (r"(?:[−–‐‑﹣]|\b(?:minus|negative)[ \t]+(?!\\?\$-))(?=[\d.$\\])", "-"),
     (r"≈|~=", r"\\approx "),
     (r"\s*(?:°|\\degree(?![A-Za-z]))", r"^{\\circ}"),
     (r"(?<![\\A-Za-z{])(pi|sin|cos|tan|log|ln|exp)(?![A-Za-z])", r"\\\1 "),
@@ -46,6 +46,8 @@ _RULES = [
     (r"(?<!\\)(?:~|\\[,:; ]|\\(?:thin|med|thick|en)space(?![A-Za-z]))|[\u00a0\u2000-\u200a\u202f\u3000]", " "),
     # Units that math-verify would take for variables. It knows only single units.
     (rf"(?<=\d)\s+{_UNIT}(?:\s*/\s*{_UNIT})*(?=\s*(?:[.,]?\s*$|\}}|\\?\$))", ""),
+    # Two that are letters of formulas: only a result is a number alone.
+    (r"((?:boxed\s*\{|^)\s*-?\d[\d.,]*)\s*(?:[kM]?(?:\\Omega|Ω)|(?:\\mu\s*|[μµ])[gLms])(?=\s*(?:\}|$))", r"\1"),
     # Markdown: code, bold and italic; and the same as HTML.
     (r"`+", " "),
     (rf"{_BEFORE}(\*{{1,3}})(?=[^\s*])([^*\n]*[^\s*\\])\1{_AFTER}", r"\2"),
@@ -58,7 +60,7 @@ _RULES = [
     # Commands for letters, and words before the result, that math-verify does not know.
     (r"\\(?:boldsymbol|bm|pmb|mathsf|text(?:sf|tt))(?=\s*\{)", r"\\mathbf"),
     (r"\\(?:(?:(?:text|script)style|bf|it|[lL]arge)(?![A-Za-z])|(?:text)?color\s*\{[^{}]*\})", ""),
-    (r"\{\s*\\rm\b\s*([^{}]*)\}|\\rm\b\s*([A-Za-z][^{}$]*)", r"\\text{\1\2}"),
+    (r"\{\s*\\rm\b\s*([^{}]*)\}|\\rm\b\s*([A-Za-z]+(?:\s*/\s*[A-Za-z]+)*)", r"\\text{\1\2}"),
     (r"^\s*\\text\s*\{[^{}]*(?::|\bis)\s*\}", ""),
     # Currency. A dollar that is not escaped may begin math: only behind a minus and before a lone number it does not.
     (r"(?:\bUS)?\\\$\s*", ""),
@@ -66,7 +68,7 @@ _RULES = [
     (r"[€£¥₹₽₩]\s*(?=-?[\d.])|(?<=\d)\s*[€£¥₹₽₩]", ""),
     (r"(?<=\d)\s+(?:dollars?|cents?|euros?|USD|EUR)\b", ""),
 ]
-_OTHER_ASCII, _OTHER_DIGIT, _ONE_SIGN = map(re.compile, ("[！-～]", r"(?![0-9])\d", "[¼-¾⅐-⅞]"))
+_OTHER_ASCII, _OTHER_DIGIT = re.compile("[！-～]"), re.compile(r"(?![0-9])\d")
 _COMPILED = [(re.compile(pattern), to) for pattern, to in _RULES]
 _POWERS = ("thousand", "million", "billion", "trillion")
 _LARGE = re.compile(rf"(?<=[\d}}])(?:[\s~]|\\[,;: ])*(\\[mt]\w+\s*\{{\s*)?({'|'.join(_POWERS)})\b(?(1)[^{{}}]*\}})")
@@ -92,13 +94,14 @@ _MIXED = re.compile(
     # A letter behind it makes it a product.
     rf"|\s*\\[dt]?frac\s*{_PROPER}(?![\w(^{{]|\\(?!%)|\s+[a-z]\b))"
 )
+_ONE_SIGN = re.compile(rf"(?:{_WHOLE}\s?)?(?P<sign>[¼-¾⅐-⅞])")
 
 
 def plain(text: str) -> str:
     """Return a text without markup around and in its expressions, and with numbers in math-verify's form."""
     text = _OTHER_ASCII.sub(lambda found: normalize("NFKC", found[0]), text)
     text = _OTHER_DIGIT.sub(lambda found: str(int(found[0])), text)
-    text = _ONE_SIGN.sub(lambda found: "\\frac{" + normalize("NFKC", found[0]).replace("⁄", "}{") + "}", text)
+    text = _ONE_SIGN.sub(_sign, text)
     text = _LARGE.sub(lambda found: f"*1{'000' * (_POWERS.index(found[2]) + 1)}", text)
     for pattern, to in _COMPILED:
         text = pattern.sub(to, text)
@@ -122,6 +125,12 @@ def _improper(found: re.Match[str]) -> str:
     over, under = int(found["over"] or found["top"] or pair[0]), int(found["under"] or found["bottom"] or pair[1])
     whole = int(found["whole"].replace(",", ""))
     return rf"\frac{{{whole * under + over}}}{{{under}}}" if over < under else found[0]
+
+
+def _sign(found: re.Match[str]) -> str:
+    """Return a character such as ½, with the whole number before it, as one fraction."""
+    over, under = normalize("NFKC", found["sign"]).split("\u2044")
+    return rf"\frac{{{int((found['whole'] or '0').replace(',', '')) * int(under) + int(over)}}}{{{under}}}"
 
 
 def _power(found: re.Match[str]) -> str:

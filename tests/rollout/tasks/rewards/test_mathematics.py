@@ -25,7 +25,8 @@ RIGHT = {
     r"\frac{3}{4}": [r"\boxed{\dfrac{6}{8}}", r"\boxed{3/4}", r"\boxed{0.75}", "**3/4**", "`0.75`", "3⁄4",
         r"\boxed{\textstyle\frac{3}{4}}", r"\boxed \frac{3}{4}", r"$\boxed .75$."],
     r"2\frac{1}{2}": [r"\boxed{\frac{5}{2}}"], r"\sqrt{2}+\sqrt{3}": [r"\boxed{\sqrt{5+2\sqrt{6}}}"],
-    r"\frac{\pi}{4}": [r"\boxed{\arctan 1}"], r"\log_2 8": [r"\boxed{3}"],
+    r"\frac{\pi}{4}": [r"\boxed{\arctan 1}"], r"\frac{v^2}{2\mu g}": [r"\boxed{\frac{v^2}{2 \mu g}}"],
+    r"\frac{5\pi}{2}": ["The answer is 2½π."], r"\log_2 8": [r"\boxed{3}"],
     "x^2+2x+1": [r"\boxed{(x+1)^2}", r"**$(x+1)^2$**"], "a_1+b_2": [r"\boxed{b_2+a_1}"], "3+4i": [r"\boxed{4i+3}"],
     r"-\infty": [r"\boxed{-\infty}"],
     # Sets, intervals, matrices.
@@ -56,7 +57,7 @@ RIGHT = {
     "20 apples": [r"\boxed{20}", r"\boxed{20 apples}"], "90": [r"\boxed{90^{\circ}}", r"\boxed{90\degree}"],
     r"12.5\%": [r"\boxed{12.5}", r"\boxed{12.5\%}", r"\boxed{\frac18}", "It is 12.5%."], "0.25": [r"\boxed{25\%}"],
     "25": [r"\boxed{25\%}"], r"-5\%": [r"\boxed{-5}", r"\boxed{-0.05}", r"\boxed{-5\%}", "It is -5%.", "#### -5%"],
-    "-5": [r"\boxed{-5\%}", "It is -$5.", r"It is -\$5.", "It is $-5.", "−5", "It is **-5**.", "It is negative 5."],
+    "-5": [r"\boxed{-5\%}", "It is -$5.", r"It is -\$5.", "It is $-5.", "−5", "It is **-5**.", "It is negative $-5$."],
     r"33\frac{1}{3}\%": [r"\boxed{\frac13}", r"\boxed{33\frac13\%}", r"\boxed{\frac{100}{3}\%}", r"#### \frac13"],
     "1,200%": [r"\boxed{12}", r"\boxed{1200\%}"], r"7^\circ C": [r"\boxed{7}", "It is 7 °C."],
     r"\varnothing": [r"\boxed{\emptyset}", r"\boxed{∅}"],
