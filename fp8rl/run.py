@@ -26,9 +26,7 @@ class Run:
     """A run in `runs/NAME`. Each access reads the folder again, so that a run can be watched while it is training.
 
     Damaged lines are left out with a warning, as in the report.
-
-    Raises:
-        UserError: `path` is not the folder of a run.
+    Raises UserError: `path` is not the folder of a run.
     """
 
     def __init__(self, path: str | Path) -> None:

@@ -109,9 +109,7 @@ def run_experiment(
     """Check the experiment and run it. Return the run's directory, and why it ended before its last step, if it did.
 
     A supervised run that has lost its trainer or Ray is started again, and goes on from its last checkpoint.
-
-    Raises:
-        UserError, RunFailedError: see `train`.
+    Raises UserError, RunFailedError: see `train`.
     """
     if accept_changed_data and not resume:
         raise UserError("--accept-changed-data: found no --resume, expected both. A new run has nothing to compare.")

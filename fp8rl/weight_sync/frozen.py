@@ -202,9 +202,7 @@ def give_base(
     """Place a trainer's base if necessary, and let engines read it. The caller must commit afterwards.
 
     Return the digests of the tensors that each rank has written.
-
-    Raises:
-        EngineError: an engine cannot read the base, and must be replaced.
+    Raises EngineError: an engine cannot read the base, and must be replaced.
     """
     sent = trainer.apply(place_base, spec)
     addresses = next(found for found in trainer.apply(_addresses, len(endpoints)) if found)

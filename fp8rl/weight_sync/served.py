@@ -147,9 +147,7 @@ def convert_checkpoint(
     Weights of another float format are rounded first to the trainer's dtype. recorder: digests what is written.
     adapter: a directory in PEFT's format. The adapter is added to the weights before they are quantized. whole: also
     write the tensors `kept_in_layers`, unquantized, for servers that compute with them.
-
-    Raises:
-        UserError: the adapter does not fit this model; see :mod:`models.checkpoint.peft`.
+    Raises UserError: the adapter does not fit this model; see :mod:`models.checkpoint.peft`.
     """
     model = read_model(source)
     add = _merging(source, model, adapter) if adapter is not None else None

@@ -279,8 +279,7 @@ graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
 assert torch._inductor.codecache._HEADER_LOCK_DIR.startswith(torch._inductor.codecache.cache_dir())
 print("no compiler" if not compiles else "compiled" if graphs > 10 else f"compiled {graphs} graphs only")
 """
-    places = {"TMPDIR": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    without = {**os.environ, **places, "CXX": "/bin/false"}
+    without = {**os.environ, "CXX": "/bin/false", "TMPDIR": f"{tmp_path}", "TORCHINDUCTOR_CACHE_DIR": f"{tmp_path}/c"}
     for environment, said in ((os.environ, ("compiled", "no compiler")), (without, ("no compiler",))):
         done = subprocess.run(
             [sys.executable, "-c", script], capture_output=True, text=True, timeout=900, env=environment

@@ -210,9 +210,7 @@ def json_lines(path: Path, key: str, parse: Callable[[dict[str, Any]], T]) -> tu
     """Return `parse` of each line of a JSON lines file, in order, and the lines that it refuses.
 
     Both lists are empty if the file is missing. An incomplete last line, left by a power cut, is ignored.
-
-    Raises:
-        UserError: `path` is no file, or may not be read.
+    Raises UserError: `path` is no file, or may not be read.
     """
     check_path(path, key)
     if not os.path.exists(path):

@@ -190,9 +190,7 @@ def compile_all(
     """Compile the variants that the cache lacks for GPUs of a compute capability, in `processes` processes.
 
     say: prints each variant that was compiled.
-
-    Raises:
-        UserError: a kernel of the list is no longer there, or has other arguments.
+    Raises UserError: a kernel of the list is no longer there, or has other arguments.
     """
     # A kernel's variants take equally long, and kernels with the longest descriptions take longest.
     ordered, found = sorted(set(variants), key=lambda each: (-len(each.data), each.kernel)), Compiled()

@@ -167,9 +167,7 @@ def users_algorithm(name: str) -> type[AlgorithmConfig]:
     """Import the class that `path/to/file.py:Class` or `package.module:Class` names.
 
     The class's module is pickled with each objective, so that the trainer's ranks do not need the user's file.
-
-    Raises:
-        UserError: there is no such class, its module cannot be imported, or the class is no algorithm.
+    Raises UserError: there is no such class, its module cannot be imported, or the class is no algorithm.
     """
     from ray import cloudpickle  # its import takes a second
 

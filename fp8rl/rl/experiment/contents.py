@@ -162,9 +162,7 @@ def fetched(experiment: Experiment, before: Experiment | None = None) -> Experim
     """Fetch the hub's models and data sets that an experiment names. Return it with a commit as each revision.
 
     before: the experiment of a run that is resumed. What has no revision now gets the commit that it has there.
-
-    Raises:
-        UserError: the hub does not give a model or data set; see :mod:`models.hub`.
+    Raises UserError: the hub does not give a model or data set; see :mod:`models.hub`.
     """
     commits: dict[tuple[Kind, str, str | None], str] = {}
     if before is not None:

@@ -51,9 +51,7 @@ def load_experiment(
     keys that have been removed since: they are left out.
     A relative path is relative to the directory of the file that it is written in. In an override, in a mapping, and
     for the default of `run.dir`, it is relative to the current directory. In the experiment all paths are absolute.
-
-    Raises:
-        UserError: the file cannot be read, or a key or value is wrong.
+    Raises UserError: the file cannot be read, or a key or value is wrong.
     """
     if isinstance(spec, Experiment):
         spec = spec.to_dict()
@@ -91,9 +89,7 @@ def read_resolved(path: str | Path) -> Experiment:
 
     It imports no code that the spec names, not even an architecture, because the run may be somebody else's. A caller
     that computes with the model loads the architecture itself.
-
-    Raises:
-        UserError: the file cannot be read, or a key or value is wrong; the message names the file.
+    Raises UserError: the file cannot be read, or a key or value is wrong; the message names the file.
     """
     try:
         return parse_experiment(_without_what_went(_read_yaml(Path(path))), imports=False)

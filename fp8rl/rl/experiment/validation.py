@@ -41,9 +41,7 @@ def parse_experiment(values: dict[str, Any], *, imports: bool = True) -> Experim
 
     imports: import a user's algorithm and architecture. Without them, the algorithm's settings and the module kinds of
         `numerics.scope` are not checked.
-
-    Raises:
-        UserError: one line per wrong key, with the value found, the value expected and what to do.
+    Raises UserError: one line per wrong key, with the value found, the value expected and what to do.
     """
     check_plain(values)
     if imports and (file := named_architecture(values)) is not None:

@@ -32,9 +32,7 @@ def write_report(run_dir: str | Path) -> tuple[Path, list[str]]:
     """Write `report.html` into the run's directory from its metrics, sample rollouts and spec.
 
     Returns the report's path, and a sentence for each file with lines that could not be used.
-
-    Raises:
-        UserError: the directory holds no run, or the run has no complete step.
+    Raises UserError: the directory holds no run, or the run has no complete step.
     """
     check_path(run_dir, "report")
     run = RunDir(Path(run_dir).absolute())

@@ -145,9 +145,7 @@ def check_contents(run: RunDir, held: Mapping[str, Content], accept: bool) -> li
     """Compare the files that the spec names with the digests in the newest checkpoint; return remarks on differences.
 
     held: the files' present digests. accept: allow changed contents. `changes` reports keys with another value.
-
-    Raises:
-        UserError: the contents of some files have changed, and `accept` is false.
+    Raises UserError: the contents of some files have changed, and `accept` is false.
     """
     step = max(run.checkpoint_steps())
     kept = read_about(run.checkpoint(step)).extra.get(_CONTENTS)

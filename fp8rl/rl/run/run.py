@@ -66,9 +66,7 @@ class Run:
 
         folder: for engines' logs, and for the checkpoint that they start from. say: prints progress. record: gets the
         events of engines and sampling. lost: see `ray_cluster`.
-
-        Raises:
-            UserError: the model, the layout and the sizes do not fit together, or not onto the nodes of the cluster.
+        Raises UserError: the model, the layout and the sizes do not fit together, or not onto the nodes of the cluster.
         """
         if (sized := with_own_cache(experiment)) is not experiment:
             say(f"the KV cache of an engine gets {sized.rollout.max_total_tokens:,} tokens, as fit on its GPU")

@@ -112,9 +112,7 @@ class UpdatePlan:
         """Compute the gradients of update `number`, counted from 0, for policy and critic.
 
         The result has the log-probabilities of the whole batch before the first update.
-
-        Raises:
-            NonFiniteLossError: naming rows of the whole batch.
+        Raises NonFiniteLossError: naming rows of the whole batch.
         """
         rows = self.parts[number]
         part = self.batch if self.scored is None else replace(self.batch.select(rows), seeds=None)
@@ -180,9 +178,7 @@ def plan_updates(
     """Score the batch as the algorithm asks, add the fields that it learns from, and split the rows into updates.
 
     outcomes: the rewards of sampled answers; None for examples.
-
-    Raises:
-        NonFiniteLossError: a score of a used token is not finite.
+    Raises NonFiniteLossError: a score of a used token is not finite.
     """
     needs, scored, used = algorithm.needs, None, used_tokens(batch)
     scores = {}

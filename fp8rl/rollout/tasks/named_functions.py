@@ -19,10 +19,8 @@ from fp8rl.numerics.core.files import module_of_file
 def named_object(name: str, key: str, built_in: Mapping[str, str]) -> Callable[..., Any]:
     """Return the function or class with this name: a built-in name, `package.module:name`, or `path/to/file.py:name`.
 
-    built_in: for each built-in name `package.module:name`.
-
-    Raises:
-        UserError: there is no such function, or its module cannot be imported. The message names `key`.
+    built_in: for each built-in name `package.module:name`. Raises UserError, which names `key`: there is no such
+    function, or its module cannot be imported.
     """
     where, colon, function = name.rpartition(":")
     if not colon:

@@ -29,9 +29,7 @@ class TokenBatch:
     """Right-padded sequences with data for each token. Index t of every [B, S] tensor belongs to the token at t.
 
     The log-probability at t belongs to `tokens[b, t]`, given `tokens[b, :t]`. Index 0 has none, and is never a target.
-
-    Raises:
-        ValueError: a field is not as its description says.
+    Raises ValueError: a field is not as its description says.
     """
 
     tokens: Tensor

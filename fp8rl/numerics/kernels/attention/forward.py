@@ -53,9 +53,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) 
 
     q BF16 [B, Q, heads, D]; k, v BF16 [B, T, kv heads, D], key t at position t; positions int64 [B, Q], not negative;
     scale > 0. Returns BF16 [B, Q, heads, D].
-
-    Raises:
-        UserError: another dtype, or a head size that is no power of two from 16 to 256.
+    Raises UserError: another dtype, or a head size that is no power of two from 16 to 256.
     """
     check(q, k, v)
     return Attention.apply(*(dense_rows(x) for x in (q, k, v)), positions, scale)

@@ -41,9 +41,7 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
     """Check the spec against its model, its data and this machine; return the model that was read.
 
     say: prints remarks for the user, who need not act on them.
-
-    Raises:
-        UserError: for the first rule that the run breaks.
+    Raises UserError: for the first rule that the run breaks.
     """
     check_algorithm(experiment.algorithm)
     for remark in unused_rates(experiment):

@@ -39,9 +39,7 @@ def check_data(
     """Read each source and check its problems; in a very large source, a sample of them.
 
     say: prints remarks for the user, who need not act on them. pictures: tokens that stand for a part of a picture.
-
-    Raises:
-        UserError: a source is missing or empty, or one of its problems (named by number) cannot be used.
+    Raises UserError: a source is missing or empty, or one of its problems (named by number) cannot be used.
     """
     held_out = _HeldOut()
     for source, problems, room, rewards in evaluated(experiment):

@@ -43,9 +43,7 @@ def check_memory(shape: Shape, experiment: Experiment, teacher: Shape | None = N
     the trainer's state, and the engines' weights and KV caches, but no activations. It checks no cluster's machines.
 
     teacher: the teacher's shape, if there is one.
-
-    Raises:
-        UserError: the run does not fit.
+    Raises UserError: the run does not fit.
     """
     if "RAY_ADDRESS" in os.environ:
         return

@@ -52,9 +52,7 @@ def ray_cluster(failure_logs: Path, lost: Callable[[str], object] = end_at_once)
 
     lost: called in another thread, with the reason, if a private cluster has lost its head. It has to end this process:
     Ray does so too, a moment later or after a minute of retries, with messages of its own.
-
-    Raises:
-        UserError: RAY_ADDRESS names no cluster that lets this process in.
+    Raises UserError: RAY_ADDRESS names no cluster that lets this process in.
     """
     reach_loopback()  # also of the processes that Ray starts
     # Ray would otherwise hide the GPUs from an actor that asks for none, and warn about it for each.

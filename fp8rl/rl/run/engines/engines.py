@@ -48,9 +48,7 @@ class Engines:
     instead (`Serving.manifest`). If an engine cannot be replaced, every waiting call raises the error.
 
     Only the event loop of this object writes the `slots`, which have one engine each.
-
-    Raises:
-        EngineError: from any method that waits, when more engines were lost within an hour than the spec allows.
+    Raises EngineError: from any method that waits, when more engines were lost within an hour than the spec allows.
     """
 
     def __init__(self, count: int, serving: Serving, config: RolloutSection, events: Events) -> None:

@@ -31,10 +31,7 @@ FREE = (CHOSEN, LOGITS, LOGPROBS.name)
 @torch.no_grad()
 def answer(runner: Any, path: Path) -> str:
     """Write the answer to a recording in a file. Return the SHA-256 of the answer's file. runner: SGLang's ModelRunner.
-
-    Raises:
-        RuntimeError: the engine runs SGLang's own model, as in native mode.
-    """
+    Raises RuntimeError: the engine runs SGLang's own model, as in native mode."""
     host = _host(runner)
     recording = load_file(path, str(next(host.parameters()).device))
     host.tokens = Recorded(recording[LENGTHS], recording[TARGETS], float(recording[TEMPERATURE]))

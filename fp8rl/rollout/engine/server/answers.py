@@ -137,9 +137,7 @@ def parse_routes(meta: dict[str, Any], tokens: int, sizes: ModelSizes) -> Tensor
     """Parse the routes in an answer's `meta_info`: int16 [tokens - 1, MoE layers, top_k].
 
     tokens: number of tokens of prompt and answer. The last token was never an input of the model, so it has no route.
-
-    Raises:
-        EngineError: the answer has no routes, or another number of routes than its tokens need.
+    Raises EngineError: the answer has no routes, or another number of routes than its tokens need.
     """
     text = meta.get("routed_experts")
     if text is None:

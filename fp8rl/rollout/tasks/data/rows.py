@@ -132,11 +132,8 @@ def open_rows(path: Path, split: str | None, key: str, name: str | None = None, 
     A directory was saved by `datasets`, or has files that `datasets.load_dataset` knows: parquet, JSON, CSV. If
     `datasets` has not saved the directory itself, it first writes tables into its cache, and maps them from there.
     name: the name of the configuration in the directory's README.md. texts: columns of a CSV file that stay text. In
-    all other columns, numbers are read as numbers.
-
-    Raises:
-        UserError: the path does not exist, cannot be read, or has no such configuration or split. The message names
-            `key`.
+    all other columns, numbers are read as numbers. Raises UserError, which names `key`: the path does not exist, cannot
+    be read, or has no such configuration or split.
     """
     check_path(path, key)
     if (path.is_dir() or (path.suffix == ".parquet" and path.is_file())) and "::" in str(path.resolve()):

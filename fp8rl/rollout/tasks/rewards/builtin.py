@@ -84,11 +84,8 @@ async def http(
     outcome: Mapping[str, float],
     url: Annotated[str, Field(pattern=_URL)],
 ) -> Any:
-    """POST the other arguments as JSON to the service at `url`. Return its response: a number, or named numbers.
-
-    Raises:
-        httpx.HTTPError: the service does not answer, or answers with an error.
-    """
+    """POST the other arguments as JSON to the service at `url`. Return its response: a number, or named numbers. Raises
+    httpx.HTTPError: the service does not answer, or answers with an error."""
     asked = {"question": question, "answer": answer, "reference": reference, "fields": fields}
     more = {"finished": finished, "tokens": tokens, "turns": turns, "outcome": outcome}
     return await posted(url, asked | more)

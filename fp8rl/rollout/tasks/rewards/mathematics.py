@@ -162,10 +162,7 @@ def math(answer: str, reference: str, finished: bool) -> float:
 
     The result is in the last `\\boxed{}` (boxes side by side are one set), or after `####`, else it is the last
     expression of the text. It is read to its end, so `2√2` is not 2. Thoughts do not count. An answer on which
-    math-verify fails, or takes more than a second, is wrong.
-
-    Raises:
-        ValueError: `reference` has no expression that math-verify can read.
+    math-verify fails, or takes more than a second, is wrong. Raises ValueError: it cannot read `reference`.
     """
     if not finished:
         return 0.0
