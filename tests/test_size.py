@@ -5,14 +5,14 @@ import pytest
 from tests.support.paths import ROOT
 
 LINES = {
-    "numerics": 10_691,
+    "numerics": 10_685,
     "models": 5_323,
-    "trainer": 8_324,
-    "rollout": 7_785,
-    "weight_sync": 1_412,
-    "rl": 12_879,
+    "trainer": 8_322,
+    "rollout": 7_782,
+    "weight_sync": 1_408,
+    "rl": 12_854,
     "diagnose": 3_846,
-    "cli": 1_748,
+    "cli": 1_744,
     "tests": 41_720,
 }
 """Lines of Python files, blank ones and comments too. `cli` is what lies in fp8rl/ beside the packages.
