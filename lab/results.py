@@ -49,7 +49,7 @@ DRIFTING = (
 )
 DRIFT = (
     "The study drift (docs/results.md): a model of 1.0M parameters, 64 answers a step at temperature 2, means of 20 "
-    "steps and of the seeds that are run (one to five). The engine's logits have a fixed offset; the trainer is exact."
+    "steps and of five seeds. The engine's logits have a fixed offset; the trainer is exact."
 )
 
 
