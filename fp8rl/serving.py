@@ -171,7 +171,7 @@ def give_adapter(
 
     async def put() -> None:
         async with EngineClient(endpoint) as engine:
-            await TensorTransport(_BUCKET_BYTES).send(recorder.watch(tensors.items()), [engine], 0)
+            await TensorTransport(_BUCKET_BYTES).send(recorder.watch(tensors.items()), [engine])
 
     def send() -> Sequence[ShardDigests]:
         asyncio.run(put())

@@ -5,22 +5,22 @@ import pytest
 from tests.support.paths import ROOT
 
 LINES = {
-    "numerics": 10_685,
+    "numerics": 10_683,
     "models": 5_323,
     "trainer": 8_322,
     "rollout": 7_782,
-    "weight_sync": 1_408,
-    "rl": 12_854,
+    "weight_sync": 1_367,
+    "rl": 12_845,
     "diagnose": 3_846,
     "cli": 1_744,
-    "tests": 41_720,
+    "tests": 41_709,
 }
 """Lines of Python files, blank ones and comments too. `cli` is what lies in fp8rl/ beside the packages.
 
 A ceiling may only fall. Whoever makes a folder smaller lowers its number. To raise one takes a commit of its own, whose
 message has the reason.
 """
-WORDS = 63_259
+WORDS = 63_255
 """Words of the Markdown pages in docs/."""
 SLACK = 100
 """Lines, or tens of words, by which a ceiling may be above what is there."""

@@ -149,8 +149,8 @@ class Transport(Protocol):
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate memory from which `send` takes a tensor without another copy."""
 
-    async def send(self, tensors: Iterable[Named], engines: Sequence[EngineClient], version: int) -> None:
-        """Load this rank's `tensors` (HF names) into every engine, as weights of `version`. All ranks must call it.
+    async def send(self, tensors: Iterable[Named], engines: Sequence[EngineClient]) -> None:
+        """Load this rank's `tensors` (HF names) into every engine. All ranks must call it.
 
         When it returns, the engines have loaded the tensors, and have not flushed their caches or committed yet.
         """
@@ -265,7 +265,7 @@ def send_shard(trainer: Trainer, task: SendTask) -> ShardDigests:
 
     async def send() -> None:
         async with _clients(task.endpoints, task.timeout_s) as engines:
-            await task.transport.send(to_send(), engines, task.version)
+            await task.transport.send(to_send(), engines)
 
     try:
         if task.contents != "weights":

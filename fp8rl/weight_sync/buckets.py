@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8rl.models.tensors import EngineRank, TensorTable
+from fp8rl.numerics.core.memory import Shared
 from fp8rl.numerics.delta import LastSent, encode
 from fp8rl.rollout.engine.protocol import DELTA
 
@@ -36,13 +37,18 @@ class BucketEntry:
     size: int
     """The tensor's size in bytes."""
 
+    def description(self) -> tuple[str, str, list[int]]:
+        """Return (HF name, torch's name of the dtype, shape), as messages to engines have them."""
+        return self.name, str(self.dtype).removeprefix("torch."), list(self.shape)
+
 
 @dataclasses.dataclass
 class Bucket:
     """A send buffer while it is filled."""
 
+    memory: Shared
     flat: Tensor
-    """The buffer's memory, uint8."""
+    """The memory in this process, uint8."""
     used: int = 0
     """Number of bytes of `flat` that are used."""
     pending: int = 0
@@ -74,22 +80,22 @@ class Bucket:
 class Packer:
     """Fills buckets of at most `limit` bytes. A larger tensor gets a bucket of its own.
 
-    new_flat: allocates uint8 memory of a size on a device. Memory is reused, so that few buckets exist at a time.
+    share: allocates memory of a size on a device. Memory is reused, so that few buckets exist at a time.
     loading: number of buckets that engines are still reading when the next bucket is requested.
     """
 
-    def __init__(self, limit: int, new_flat: Callable[[int, torch.device], Tensor], loading: int = 0) -> None:
-        self._limit, self._new_flat, self._loading = limit, new_flat, loading
+    def __init__(self, limit: int, share: Callable[[int, torch.device], Shared], loading: int = 0) -> None:
+        self._limit, self._share, self._loading = limit, share, loading
         self._next_size = min(limit, SMALLEST_BYTES)
         self._open: list[Bucket] = []
-        self._read: list[Tensor] = []
-        self._spare: list[Tensor] = []
+        self._read: list[Bucket] = []
+        self._spare: list[Bucket] = []
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate a tensor in the bucket that is being filled, or in a new bucket if that bucket is full."""
         view = self._open[-1].allocate(shape, dtype) if self._open else None
         if view is None:
-            self._open.append(Bucket(self._flat(math.prod(shape) * dtype.itemsize, device)))
+            self._open.append(self._bucket(math.prod(shape) * dtype.itemsize, device))
             view = self._open[-1].allocate(shape, dtype)
             assert view is not None
         return view
@@ -117,18 +123,21 @@ class Packer:
     def _close(self) -> Iterator[Bucket]:
         bucket = self._open.pop(0)
         if not bucket.entries:
-            self._spare.append(bucket.flat)
+            self._spare.append(bucket)
             return
         yield bucket
-        self._read.append(bucket.flat)
+        self._read.append(bucket)
         self._spare += self._read[: len(self._read) - self._loading]
         del self._read[: len(self._read) - self._loading]
 
-    def _flat(self, size: int, device: torch.device) -> Tensor:
+    def _bucket(self, size: int, device: torch.device) -> Bucket:
         wanted, self._next_size = max(size, self._next_size), min(self._limit, 2 * self._next_size)
-        fitting = [flat for flat in self._spare if len(flat) == wanted and flat.device == device]
+        fitting = [spare for spare in self._spare if len(spare.flat) == wanted and spare.flat.device == device]
         self._spare.clear()
-        return fitting[0] if fitting else self._new_flat(wanted, device)
+        if fitting:
+            return Bucket(fitting[0].memory, fitting[0].flat)
+        memory = self._share(wanted, device)
+        return Bucket(memory, memory.own(writable=True))
 
 
 # Sending only what has changed since the last sync, as deltas of bytes (`numerics.delta`).

@@ -4,14 +4,16 @@ how many of the served bytes a step changes."""
 from __future__ import annotations
 
 import asyncio
+import json
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +21,13 @@ from torch import Tensor, nn
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.tensors import SCALE_SUFFIX, WHOLE
 from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.core.memory import mapped, share
 from fp8rl.rl.algorithms.sft import SftObjective
 from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine.engine import Engine
 from fp8rl.rollout.engine.plugin.host import hold
+from fp8rl.rollout.engine.plugin.lifecycle import tensor_within
 from fp8rl.rollout.engine.plugin.weights import ServedWeights
 from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import Endpoint
@@ -31,7 +35,7 @@ from fp8rl.weight_sync.bridge import SendTask, SyncReport, send_and_verify, send
 from fp8rl.weight_sync.buckets import Bucket, Packer, changes
 from fp8rl.weight_sync.manifest import Manifest, Recorder
 from fp8rl.weight_sync.served import convert_checkpoint, served_tensors
-from fp8rl.weight_sync.transports.tensor import TensorTransport, serialize, shared_memory
+from fp8rl.weight_sync.transports.tensor import TensorTransport
 from lab.bench.measure import Result, median_ratio
 from lab.bench.memory import restart_peak, status
 from lab.bench.trainers import EXACT, one_rank, random_batch
@@ -153,7 +157,7 @@ async def _send_only(
     async with EngineClient(endpoint) as engine:
         await engine.pause()
         tensors = served_tensors(weights, numerics.rollout_spec, trainer.definition, transport.allocate)
-        await transport.send(tensors, [engine], 0)
+        await transport.send(tensors, [engine])
         await engine.resume()
 
 
@@ -190,7 +194,7 @@ def _one_by_one(trainer: Trainer, held: ServedWeights, version: int) -> dict[str
         seconds[name] = time.process_time() - start
         return made
 
-    packer = Packer(BUCKET_BYTES, shared_memory, loading=BUCKET_BYTES)  # each bucket keeps its memory
+    packer = Packer(BUCKET_BYTES, partial(share, "bucket"), loading=BUCKET_BYTES)  # each bucket keeps its memory
     weights = timed("export", lambda: list(trainer.weights.share(trainer.model, stacked=True)))
     served = timed("quantize", lambda: list(served_tensors(iter(weights), spec, definition, packer.allocate)))
     timed("digest", lambda: list(recorder.watch(iter(served))))
@@ -207,12 +211,9 @@ def _one_by_one(trainer: Trainer, held: ServedWeights, version: int) -> dict[str
 
 def _unpacked(bucket: Bucket) -> list[tuple[str, Tensor]]:
     """Return what an engine finds in the message of a bucket."""
-    from sglang.srt.utils import MultiprocessingSerializer
-    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
-
-    message: dict[str, Any] = MultiprocessingSerializer.deserialize(serialize(bucket))
-    found: list[tuple[str, Tensor]] = FlattenedTensorBucket(**message).reconstruct_tensors()
-    return found
+    message = json.dumps([(*entry.description(), entry.start) for entry in bucket.entries])
+    flat = mapped(bucket.memory.address())
+    return [tensor_within(flat, *tensor) for tensor in json.loads(message)]
 
 
 def churn() -> Iterator[Result]:

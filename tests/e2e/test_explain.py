@@ -172,7 +172,7 @@ def put_in_engine(pipeline: Pipeline, name: str, change: Callable[[torch.Tensor]
     version = pipeline.trainer.weight_version
 
     async def put() -> None:
-        await TensorTransport(1 << 20).send([(name, change(tensor))], [pipeline.engine], version)
+        await TensorTransport(1 << 20).send([(name, change(tensor))], [pipeline.engine])
         await pipeline.engine.commit(version)
 
     pipeline.rig.run(put())

@@ -124,7 +124,7 @@ class OldWeights:
         """Under the trainer's version less `age`."""
 
         async def send(engine: EngineClient, version: int) -> None:
-            await engine.update_weights_from_disk(self.folder, version)
+            await engine.update_weights_from_disk(self.folder)
             await engine.flush()
             await engine.commit(version)
 

@@ -27,8 +27,8 @@ class Tampered:
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         return self.transport.allocate(shape, dtype, device)
 
-    async def send(self, tensors: Iterable[Named], engines: Sequence[EngineClient], version: int) -> None:
-        await self.transport.send(self.fault(tensors), engines, version)
+    async def send(self, tensors: Iterable[Named], engines: Sequence[EngineClient]) -> None:
+        await self.transport.send(self.fault(tensors), engines)
 
 
 def flipped_bit(tensors: Iterable[Named]) -> Iterator[Named]:

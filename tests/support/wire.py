@@ -1,7 +1,7 @@
 """A TCP proxy between a client and a server, which delays, changes or drops what the client sends."""
 
 import mmap
-import re
+import os
 import socket
 import socketserver
 import threading
@@ -11,13 +11,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import psutil
-
 Touch = Callable[[bytes], bytes | None]
 """What goes on in place of a chunk that came. None breaks the connection; nothing (`b""`) leaves it open and dead."""
-BUCKET = b"POST /update_weights_from_tensor"
-_DESCRIPTION = re.compile(rb"[A-Za-z0-9+/]{2000,}")
-"""Where the tensors lie in a bucket, in base64."""
+BUCKET = b"load_bucket"
+"""What a request to load a bucket has, and no other."""
 
 
 @contextmanager
@@ -72,8 +69,8 @@ def cut_between_buckets(times: int = 1) -> Touch:
 
     def touch(chunk: bytes) -> bytes | None:
         nonlocal seen
-        seen += chunk.count(BUCKET)
-        return None if chunk.startswith(BUCKET) and seen % 2 == 0 and seen <= 2 * times else chunk
+        seen += BUCKET in chunk
+        return None if BUCKET in chunk and seen % 2 == 0 and seen <= 2 * times else chunk
 
     return touch
 
@@ -95,13 +92,20 @@ def flipped_in_memory(trainer: int, times: int = 1) -> Touch:
     """Flip a bit of each bucket that the process `trainer` shares, just before an engine reads it; so often."""
 
     def change(chunk: bytes) -> bytes:
-        buckets = {Path(m.path) for m in psutil.Process(trainer).memory_maps() if "/dev/shm/torch_" in m.path}
+        files = Path(f"/proc/{trainer}/fd").iterdir()
+        buckets = {(held.st_dev, held.st_ino): file for file in files if _is_bucket(file) and (held := file.stat())}
         assert buckets
-        for path in buckets:
+        for path in buckets.values():
             flip(path, 1000)
         return chunk
 
     return _so_often(times, BUCKET, change)
+
+
+def _is_bucket(file: Path) -> bool:
+    with suppress(OSError):  # closed meanwhile
+        return os.readlink(file).startswith("/memfd:bucket")
+    return False
 
 
 def flipped_on_disk(folder: Path, times: int = 1) -> Touch:
@@ -119,21 +123,19 @@ def flipped_in_message(times: int = 1) -> Touch:
     """Flip bits of the text that says where the tensors lie in a bucket; so often."""
 
     def change(chunk: bytes) -> bytes:
-        text = _DESCRIPTION.search(chunk)
-        assert text is not None
-        places = {*range(*text.span(), 400)}
+        places = {*range(chunk.index(b"tensors"), len(chunk), 400)}
         return bytes(byte ^ (place in places) for place, byte in enumerate(chunk))
 
-    return _so_often(times, None, change)
+    return _so_often(times, BUCKET, change)
 
 
-def _so_often(times: int, start: bytes | None, change: Touch) -> Touch:
-    """Do `change` to the first chunks that begin so, or that describe tensors."""
+def _so_often(times: int, part: bytes, change: Touch) -> Touch:
+    """Do `change` to the first chunks that have this part."""
     left = times
 
     def touch(chunk: bytes) -> bytes | None:
         nonlocal left
-        if not left or not (_DESCRIPTION.search(chunk) if start is None else chunk.startswith(start)):
+        if not left or part not in chunk:
             return chunk
         left -= 1
         return change(chunk)

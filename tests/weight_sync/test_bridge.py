@@ -73,17 +73,15 @@ class SimulatedTransport:
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
 
-    async def send(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], engines: Sequence[SimulatedEngine], version: int
-    ) -> None:
+    async def send(self, tensors: Iterable[tuple[str, torch.Tensor]], engines: Sequence[SimulatedEngine]) -> None:
         for sent, (name, tensor) in enumerate(tensors):
             if sent == self.breaks_after:
-                raise EngineError("/update_weights_from_tensor answered 500: out of memory")
+                raise EngineError("/weights_checker answered 500: out of memory")
             for index, engine in enumerate(engines):
                 if self.losses.get(index) != name:
                     engine.tensors[name] = tensor
         for engine in engines:
-            engine.calls.append(f"send {version}")
+            engine.calls.append("send")
 
 
 @dataclass
@@ -142,7 +140,7 @@ def test_pause_send_commit_compare_resume(engines: list[SimulatedEngine]) -> Non
     assert report.seconds == pytest.approx(report.send_seconds + report.verify_seconds)
     assert report.metrics()["sync/verified_tensors"] == 3.0
     for engine in engines:
-        assert engine.calls == ["pause retract", "send 5", "flush", "commit 5", "resume"]
+        assert engine.calls == ["pause retract", "send", "flush", "commit 5", "resume"]
 
 
 def test_one_engine_that_differs_keeps_all_of_them_paused(engines: list[SimulatedEngine]) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fp8rl.models.tensors import EngineRank
+from fp8rl.numerics.core.memory import DeviceMemory
 from fp8rl.numerics.delta import LastSent, apply
 from fp8rl.rollout.engine.protocol import DELTA
 from fp8rl.weight_sync import buckets
@@ -22,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def packer(limit: int) -> Packer:
-    return Packer(limit, lambda size, device: torch.empty(size, dtype=torch.uint8, device=device))
+    return Packer(limit, DeviceMemory)
 
 
 def contents(bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
@@ -104,11 +105,11 @@ def test_every_tensor_once_and_unharmed_wherever_it_was_made(plan: list[tuple[in
 def test_buffers_take_turns_and_a_bucket_that_is_still_being_read_is_not_written(loading: int) -> None:
     made: list[int] = []
 
-    def new_flat(size: int, device: torch.device) -> torch.Tensor:
+    def share(size: int, device: torch.device) -> DeviceMemory:
         made.append(size)
-        return torch.empty(size, dtype=torch.uint8, device=device)
+        return DeviceMemory(size, device)
 
-    held = Packer(100, new_flat, loading=loading)
+    held = Packer(100, share, loading=loading)
     stream = ((str(i), held.allocate((60,), torch.uint8, CPU).fill_(i)) for i in range(7))
     before: Bucket | None = None
     for number, bucket in enumerate(held.pack(stream)):

@@ -19,6 +19,7 @@ from fp8rl.models.architecture import architectures
 from fp8rl.models.checkpoint import writing
 from fp8rl.models.checkpoint.reading import weight_files
 from fp8rl.numerics.core.errors import UserError
+from fp8rl.numerics.core.memory import DeviceMemory
 from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.weight_sync.buckets import Packer
@@ -68,7 +69,7 @@ def weights() -> dict[str, torch.Tensor]:
 def test_bytes_are_the_quantizers(weights: dict[str, torch.Tensor], preset: str) -> None:
     spec, expected = QuantSpec.preset(preset), []
     served = dict(served_tensors(weights.items(), spec, MODEL))
-    packer = Packer(1 << 20, lambda size, device: torch.empty(size, dtype=torch.uint8, device=device))
+    packer = Packer(1 << 20, DeviceMemory)
     sent = dict(served_tensors(weights.items(), spec, MODEL, packer.allocate))  # quantized into a bucket
     assert sent.keys() == served.keys()
     assert all(torch.equal(sent[name].view(torch.uint8), served[name].view(torch.uint8)) for name in served)

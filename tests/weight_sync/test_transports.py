@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import os
 import threading
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -19,27 +17,30 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from fp8rl.models.tensors import WHOLE
+from fp8rl.numerics.core.memory import DeviceMemory
 from fp8rl.numerics.core.process import LOOPBACK
 from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rollout.engine.plugin import lifecycle
+from fp8rl.rollout.engine.protocol import from_action
 from fp8rl.rollout.engine.server.arguments import server_environment
 from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import EngineError
 from fp8rl.trainer.actor import RANK_ENVIRONMENT
 from fp8rl.weight_sync.buckets import Packer
 from fp8rl.weight_sync.transports import distributed
-from fp8rl.weight_sync.transports import tensor as tensor_transport
 from fp8rl.weight_sync.transports.disk import DiskTransport
 from fp8rl.weight_sync.transports.distributed import DistributedTransport, contents
 from fp8rl.weight_sync.transports.tensor import TensorTransport
-from tests.support.ranks import WARM
 from tests.support.tiny_model import write_tiny_model
 
 SPEC = QuantSpec.preset("bf16")
+WEIGHTS = SimpleNamespace(rank=WHOLE, device=torch.device("cpu"), invalidate=lambda: None)
 TENSORS = {str(index): torch.full((300,), index, dtype=torch.uint8) for index in range(5)}
 
 
 class RecordingEngine(EngineClient):
-    """Keeps each update that it is asked for, and loads what a message about a bucket points to, as SGLang does."""
+    """Keeps the names and the tensors of each update that it is asked for."""
 
     def __init__(self) -> None:
         self.ranks = 1
@@ -47,32 +48,38 @@ class RecordingEngine(EngineClient):
         self.tensors: dict[str, torch.Tensor] = {}
 
     async def admin(self, path: str, **body: Any) -> dict[str, Any]:
-        from sglang.srt.utils import MultiprocessingSerializer
-        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
-
         if (directory := body.pop("model_path", None)) is not None:
             loaded = load_file(Path(directory, "model.safetensors"))
         else:
-            (payload,) = body.pop("serialized_named_tensors")
-            bucket = FlattenedTensorBucket(**MultiprocessingSerializer.deserialize(payload))
-            loaded = {name: t.clone() for name, t in bucket.reconstruct_tensors()}
+            loaded = asked_for(body.pop("action"))
         self.updates.append(("+".join(loaded), body))
         self.tensors |= loaded
-        return {}
+        return {"ranks": []}
+
+
+def asked_for(action: str) -> dict[str, torch.Tensor]:
+    """Load what a message about a bucket points to, as an engine of one rank does."""
+    call, arguments = from_action(action) or pytest.fail(f"found {action}, expected a call")
+    assert call == "load_bucket"
+    loaded: dict[str, torch.Tensor] = {}
+    model = SimpleNamespace(load_weights=lambda tensors: loaded.update((name, t.clone()) for name, t in tensors))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lifecycle, "state", lambda: SimpleNamespace(weights=WEIGHTS))
+        lifecycle.load_bucket(SimpleNamespace(model=model), **arguments)
+    return loaded
 
 
 def send(transport: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[RecordingEngine]:
-    """Two engines after a transport has sent them the tensors, as version 7."""
+    """Two engines after a transport has sent them the tensors."""
     engines = [RecordingEngine(), RecordingEngine()]
-    asyncio.run(transport.send(iter(tensors), engines, 7))
+    asyncio.run(transport.send(iter(tensors), engines))
     assert engines[0].updates == engines[1].updates
     return engines
 
 
 def test_the_tensor_transport_sends_bucket_by_bucket_and_flushes_nothing() -> None:
-    options = {"load_format": "flattened_bucket", "flush_cache": False, "weight_version": "7"}
     engines = send(TensorTransport(1400), TENSORS.items())
-    assert engines[0].updates == [("0+1", options), ("2+3", options), ("4", options)]
+    assert engines[0].updates == [("0+1", {}), ("2+3", {}), ("4", {})]
     for engine in engines:
         assert engine.tensors.keys() == TENSORS.keys()
         assert all(torch.equal(engine.tensors[name], tensor) for name, tensor in TENSORS.items())
@@ -99,48 +106,8 @@ def test_the_next_bucket_is_filled_while_engines_load_one_and_the_first_failure_
 
     engine = Slow()
     with pytest.raises(EngineError, match="gone"):
-        asyncio.run(TensorTransport(1400).send(tensors(), [engine], 7))
+        asyncio.run(TensorTransport(1400).send(tensors(), [engine]))
     assert [update[0] for update in engine.updates] == ["0+1"]
-
-
-class ForeignEngine(RecordingEngine):
-    """Loads in another process, which then lets go of the memory."""
-
-    def __init__(self, process: Executor) -> None:
-        self.ranks, self.process = 1, process
-        self.loaded: list[int] = []
-
-    async def update_weights_from_tensor(self, payloads: list[str], weight_version: int) -> None:
-        self.loaded += self.process.submit(_load, payloads[0]).result()
-
-
-def _load(payload: str) -> list[int]:
-    from sglang.srt.utils import MultiprocessingSerializer
-
-    return MultiprocessingSerializer.deserialize(payload)["flattened_tensor"][:1].tolist()
-
-
-@pytest.mark.slow
-def test_memory_that_is_used_again_stays_until_every_engine_has_read_it() -> None:
-    """torch frees shared memory after as many readers as messages were made of it."""
-    with ProcessPoolExecutor(1, WARM) as process:
-        engines = [ForeignEngine(process) for _ in range(3)]
-        asyncio.run(TensorTransport(300).send(iter(TENSORS.items()), engines, 7))
-    assert [engine.loaded for engine in engines] == [[0, 1, 2, 3, 4]] * 3
-
-
-def test_memory_of_a_gpu_goes_by_its_uuid_where_torch_and_sglang_have_the_device(monkeypatch: Any) -> None:
-    from sglang.srt.utils.patch_torch import _REDUCE_TENSOR_ARG_DEVICE_INDEX
-    from torch.multiprocessing import reductions
-
-    place = tensor_transport._DEVICE
-    assert list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)[place] == "storage_device"
-    assert place == _REDUCE_TENSOR_ARG_DEVICE_INDEX
-    arguments = tuple(range(place + 3))
-    monkeypatch.setattr(tensor_transport.reductions, "reduce_tensor", lambda tensor: ("rebuild", arguments))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"GPU-{index}"))
-    rebuild, sent = tensor_transport._Mapped(SimpleNamespace(is_cuda=True)).__reduce__()  # type: ignore[arg-type]
-    assert rebuild == "rebuild" and sent == (*arguments[:place], f"GPU-{place}", *arguments[place + 1 :])
 
 
 def test_the_disk_transport_announces_a_directory_that_is_complete(tmp_path: Path) -> None:
@@ -149,7 +116,7 @@ def test_the_disk_transport_announces_a_directory_that_is_complete(tmp_path: Pat
     for _ in range(2):  # each sync replaces the directory of the one before
         engines = send(DiskTransport(source, tmp_path / "scratch" / "sync", SPEC), TENSORS.items())
         (update,) = engines[0].updates
-        assert update == ("0+1+2+3+4", {"load_format": "auto", "flush_cache": False, "weight_version": "7"})
+        assert update == ("0+1+2+3+4", {"load_format": "auto", "flush_cache": False})
     assert [entry.name for entry in (tmp_path / "scratch").iterdir()] == ["sync"]
 
 
@@ -203,7 +170,7 @@ class Receiver(EngineClient):
         return dist.ProcessGroupGloo(store, rank, size, Receiver.patience)
 
     async def admin(self, path: str, **body: Any) -> dict[str, Any]:
-        self.calls.append(f"update {body['weight_version']} {body['flush_cache']}")
+        self.calls.append(f"update {body['flush_cache']}")
         if self.refuses:
             raise EngineError(f"{path} answered 400: no")
         tensors = zip(body["names"], body["dtypes"], body["shapes"], strict=True)
@@ -225,11 +192,11 @@ class Receiver(EngineClient):
 
 
 def broadcast(receivers: list[Receiver], tensors: Iterable[Any]) -> None:
-    asyncio.run(DistributedTransport(1 << 20).send(iter(tensors), receivers, 7))  # type: ignore[arg-type]
+    asyncio.run(DistributedTransport(1 << 20).send(iter(tensors), receivers))  # type: ignore[arg-type]
 
 
 def test_contents_name_the_gaps() -> None:
-    packer = Packer(1000, lambda size, device: torch.empty(size, dtype=torch.uint8))
+    packer = Packer(1000, DeviceMemory)
     views = [packer.allocate((5,), dtype, CPU) for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float32)]
     (bucket,) = packer.pack([("a", views[0]), ("c", views[2])])
     gap = ("gap.bias", "uint8", [22])  # from byte 10 to 32: what was there was left out
@@ -244,7 +211,7 @@ def test_an_engine_that_refuses_frees_the_others_and_leaves_no_group() -> None:
     with pytest.raises(EngineError, match="answered 400"):
         broadcast(receivers, [("a", torch.ones(1 << 16))])
     assert [receiver.calls for receiver in receivers] == [
-        [f"join {rank}/3 gloo", "update 7 False", "leave"] for rank in (1, 2)
+        [f"join {rank}/3 gloo", "update False", "leave"] for rank in (1, 2)
     ]
     fresh = Receiver()
     broadcast([fresh], [("a", torch.ones(3))])
@@ -270,4 +237,4 @@ def test_tensors_that_break_off_midway_leave_no_group() -> None:
     receiver = Receiver()
     with pytest.raises(OSError, match="cable"):
         broadcast([receiver], breaking())
-    assert receiver.calls == ["join 1/2 gloo", "update 7 False", "leave"]
+    assert receiver.calls == ["join 1/2 gloo", "update False", "leave"]

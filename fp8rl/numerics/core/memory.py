@@ -12,6 +12,7 @@ import json
 import mmap
 import os
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
@@ -176,14 +177,15 @@ def share(name: str, size: int, device: torch.device) -> Shared:
 
 
 class HostMemory:
-    """Memory of the CPU, which this process owns until it ends."""
+    """Memory of the CPU. Processes can map it while this object lives, and have it until they unmap it."""
 
     def __init__(self, name: str, size: int) -> None:
         self._file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        weakref.finalize(self, os.close, self._file)
         os.ftruncate(self._file, size)
 
     def address(self) -> str:
-        """Return the path by which processes of the same user map the memory while this process holds it."""
+        """Return the path by which processes of the same user map the memory."""
         return f"/proc/{os.getpid()}/fd/{self._file}"
 
     def own(self, *, writable: bool = False) -> torch.Tensor:
@@ -229,12 +231,8 @@ def mapped(address: str, *, writable: bool = False) -> Tensor:
         parts = [base64.b64decode(part) if isinstance(part, str) else part for part in handle]
         storage = torch.UntypedStorage._new_shared_cuda(seen.index(uuid), *parts)
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[:size]
-    file = os.open(address, os.O_RDWR if writable else os.O_RDONLY)
-    try:
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        memory = mmap.mmap(file, os.fstat(file).st_size, mmap.MAP_SHARED, protection)
-    finally:
-        os.close(file)
+    with open(address, "r+b" if writable else "rb", buffering=0) as file:
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch has no tensors that it knows to be read-only
         return torch.frombuffer(memory, dtype=torch.uint8)

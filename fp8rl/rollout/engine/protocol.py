@@ -90,12 +90,12 @@ ENGINE_PACKAGES = ("fp8rl.numerics", "fp8rl.models", "fp8rl.rollout")
 """The packages that the plugin imports."""
 
 
-def to_action(call: str, **arguments: str) -> str:
+def to_action(call: str, **arguments: Any) -> str:
     """Encode a call as the text that SGLang passes on."""
     return _PREFIX + json.dumps([call, arguments])
 
 
-def from_action(action: str) -> tuple[str, dict[str, str]] | None:
+def from_action(action: str) -> tuple[str, dict[str, Any]] | None:
     """Decode the name and the arguments of the call in an action. None if the action is one of SGLang's own."""
     if not action.startswith(_PREFIX):
         return None

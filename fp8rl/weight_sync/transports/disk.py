@@ -32,7 +32,7 @@ class DiskTransport:
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
 
-    async def send(self, tensors: Iterable[Named], engines: Sequence[EngineClient], version: int) -> None:
+    async def send(self, tensors: Iterable[Named], engines: Sequence[EngineClient]) -> None:
         write_served_checkpoint(tensors, self.model_path, self.directory, self.spec)
         if rank() == 0:
-            await asyncio.gather(*(engine.update_weights_from_disk(self.directory, version) for engine in engines))
+            await asyncio.gather(*(engine.update_weights_from_disk(self.directory) for engine in engines))

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fp8rl.numerics.core.memory import DeviceMemory
 from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import EngineError
 from fp8rl.trainer import device
@@ -38,12 +39,12 @@ class DistributedTransport:
     takes_stacks = True
 
     def __init__(self, bucket_bytes: int) -> None:
-        self._packer = Packer(bucket_bytes, lambda size, device: torch.empty(size, dtype=torch.uint8, device=device))
+        self._packer = Packer(bucket_bytes, DeviceMemory)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         return self._packer.allocate(shape, dtype, device)
 
-    async def send(self, tensors: Iterable[Named], engines: Sequence[EngineClient], version: int) -> None:
+    async def send(self, tensors: Iterable[Named], engines: Sequence[EngineClient]) -> None:
         buckets = self._packer.pack(tensors)
         bucket = next(buckets, None)
         if bucket is None:
@@ -53,7 +54,7 @@ class DistributedTransport:
                 with in_turn(_QUEUE):
                     await asyncio.gather(
                         asyncio.to_thread(_broadcast, bucket.flat[: bucket.used], group),
-                        *(e.update_weights_from_distributed(name, contents(bucket), version) for e in engines),
+                        *(e.update_weights_from_distributed(name, contents(bucket)) for e in engines),
                     )
                 bucket = next(buckets, None)
 
@@ -65,7 +66,7 @@ def contents(bucket: Bucket) -> list[tuple[str, str, list[int]]]:
     for entry in sorted(bucket.entries, key=lambda entry: entry.start):
         if entry.start > position:
             listed.append((GAP, "uint8", [entry.start - position]))
-        listed.append((entry.name, str(entry.dtype).removeprefix("torch."), list(entry.shape)))
+        listed.append(entry.description())
         position = entry.start + entry.size
     if bucket.used > position:
         listed.append((GAP, "uint8", [bucket.used - position]))

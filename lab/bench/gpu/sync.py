@@ -8,6 +8,7 @@ import multiprocessing
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +16,10 @@ from torch import Tensor
 from fp8rl.models.architecture import Model
 from fp8rl.models.architectures.qwen3_moe import ARCHITECTURE
 from fp8rl.models.sizes import ModelSizes
-from fp8rl.numerics.core.memory import copy_all
+from fp8rl.numerics.core.memory import DeviceMemory, copy_all, mapped
 from fp8rl.numerics.digest import tensor_digests
 from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rollout.engine.plugin.lifecycle import tensor_within
 from fp8rl.weight_sync.buckets import Bucket, Packer
 from fp8rl.weight_sync.manifest import Recorder
 from fp8rl.weight_sync.served import served_tensors
@@ -81,7 +83,7 @@ def transport(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
 
     def send(tensors: Callable[[], Iterator[tuple[str, Tensor]]]) -> float:
         start = time.perf_counter()
-        asyncio.run(sender.send(tensors(), [engine], 1))  # type: ignore[list-item]
+        asyncio.run(sender.send(tensors(), [engine]))  # type: ignore[list-item]
         return time.perf_counter() - start
 
     send(lambda: recorder.watch(quantized()))  # the first one maps the buckets, and makes what is served
@@ -107,36 +109,31 @@ class _Receiver:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    async def update_weights_from_tensor(self, payloads: list[str], version: int) -> None:
-        await asyncio.to_thread(self._load, payloads[0])  # meanwhile the next bucket is filled
+    async def load_bucket(self, addresses: list[str], tensors: list[Any]) -> None:
+        await asyncio.to_thread(self._load, addresses[0], tensors)  # meanwhile the next bucket is filled
 
-    def _load(self, payload: str) -> None:
-        self._connection.send(payload)
+    def _load(self, *message: Any) -> None:
+        self._connection.send(message)
         self._connection.recv()
 
     def digests(self) -> dict[str, str]:
         """Digests by name, of what the other process holds."""
-        self._connection.send("")
+        self._connection.send(())
         held: dict[str, str] = self._connection.recv()
         return held
 
 
 def _receive(connection: Connection) -> None:
     """The other process, until it is sent None."""
-    from sglang.srt.utils import MultiprocessingSerializer
-    from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
-    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
-
-    if torch.cuda.is_available():
-        monkey_patch_torch_reductions()  # reads the GPU's UUID in a message
     held: dict[str, Tensor] = {}
     while (message := connection.recv()) is not None:
         if message:
-            bucket = FlattenedTensorBucket(**MultiprocessingSerializer.deserialize(message))
-            sent = dict(bucket.reconstruct_tensors())
+            address, tensors = message
+            flat = mapped(address)
+            sent = dict(tensor_within(flat, *tensor) for tensor in tensors)
             targets = [held.setdefault(name, torch.empty_like(tensor)) for name, tensor in sent.items()]
             copy_all(targets, list(sent.values()))
-            del bucket, sent
+            del flat, sent
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             connection.send(True)
@@ -173,7 +170,7 @@ def _random_weights(model: Model, device: torch.device) -> Iterator[tuple[str, T
 
 
 def _pack(weights: dict[str, Tensor], model: Model, recorder: Recorder | None = None) -> Iterator[Bucket]:
-    packer = Packer(BUCKET_BYTES, lambda size, device: torch.empty(size, dtype=torch.uint8, device=device))
+    packer = Packer(BUCKET_BYTES, DeviceMemory)
     tensors = served_tensors(weights.items(), SPEC, model, packer.allocate)
     return packer.pack(recorder.watch(tensors) if recorder else tensors)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import faulthandler
+import inspect
 import itertools
 import os
+import re
 import signal
 from multiprocessing import get_context
 
@@ -13,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.multiprocessing import reductions
 
 from fp8rl.numerics.core.memory import (
     NAN,
@@ -57,6 +60,25 @@ def test_the_owner_of_a_gpus_memory_opens_no_handle_of_its_own(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(OSError, match=r"GPU GPU-0: found \[\] in this process"):
         mapped(address)
+
+
+def test_a_gpus_memory_is_opened_with_what_torch_opens_it_with() -> None:
+    """No CPU has CUDA's handles, so this reads how torch itself sends a tensor."""
+    sent = re.search(r"\(([^()]*)\) = storage\._share_cuda_\(\)", inspect.getsource(reductions.reduce_tensor))
+    opened = re.search(r"_new_shared_cuda\(([^()]*)\)", inspect.getsource(reductions.rebuild_cuda_tensor))
+    assert sent is not None and opened is not None
+    found, expected = (re.findall(r"\w+", part[1].replace("storage_", "")) for part in (opened, sent))
+    assert found == expected and found[0] == "device"
+
+
+def test_memory_whose_owner_has_let_it_go_stays_with_those_that_have_mapped_it() -> None:
+    files = len(os.listdir("/proc/self/fd"))
+    memory = HostMemory("bucket", 5000)
+    address, here = memory.address(), memory.own(writable=True)
+    del memory
+    assert not os.path.exists(address) and here.fill_(7).sum() == 5000 * 7
+    del here
+    assert len(os.listdir("/proc/self/fd")) == files
 
 
 def total(address: str) -> int:

@@ -66,7 +66,7 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
         read_adapter(Path(experiment.adapter.start), path, adapted, START)
     teacher = check_teacher(experiment, model.sizes, tokenizer)
     check_memory(adapted.shape, experiment, teacher)
-    check_shared_memory(model.shape, experiment)
+    check_shared_memory(experiment)
     if experiment.needs_engines:
         check_functions(experiment)
         check_port(experiment.rollout)

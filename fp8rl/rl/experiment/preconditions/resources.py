@@ -18,15 +18,13 @@ from fp8rl.rl.experiment.budget.fit import check_fits, fullest, own_gpu, planned
 from fp8rl.rl.experiment.budget.job import Job
 from fp8rl.rl.experiment.budget.memory import master_bytes, moved_bytes
 from fp8rl.rollout.config import RolloutSection
-from fp8rl.trainer.config import STACK_ELEMENTS
 from fp8rl.trainer.state_bytes import state_bytes
-from fp8rl.weight_sync.buckets import SMALLEST_BYTES
 from fp8rl.weight_sync.served import served_bytes
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
 SHARED_MEMORY, SHARED_BYTES = Path("/dev/shm"), 8 * 2**20
-"""The folder of shared memory, and the most bytes that an engine keeps there besides the buckets of a sync."""
+"""The folder of shared memory, and the most bytes that an engine keeps there."""
 RANK_BYTES, ENGINE_BYTES = 250 * 2**20, 350 * 2**20
 """Bytes that a rank of the trainer, or of an engine, takes before it has a model (measured)."""
 
@@ -101,22 +99,15 @@ def _check_processes(experiment: Experiment, states: list[int], weights: int) ->
     return available - processes
 
 
-def check_shared_memory(shape: Shape, experiment: Experiment) -> None:
-    """Raise `UserError` if the machine's shared memory has no room for what an engine keeps there and, on a CPU, for
-    the buckets of a sync."""
+def check_shared_memory(experiment: Experiment) -> None:
+    """Raise `UserError` if the machine's shared memory has no room for what an engine keeps there."""
     if "RAY_ADDRESS" in os.environ or not experiment.needs_engines:
         return
-    needed, sync, ranks = SHARED_BYTES, experiment.sync, experiment.trainer.world_size
-    if sync.transport == "tensor" and not torch.cuda.is_available():
-        share = served_bytes(shape, experiment.numerics_config().rollout_spec) // ranks
-        half = max(sync.bucket_mib << 19, 2 * STACK_ELEMENTS)  # a stack of experts may be larger, in BF16
-        alive = 3 * half  # one is filled, one is loaded, one waits to be used
-        needed += ranks * min(alive, max(SMALLEST_BYTES, share))
     free = shutil.disk_usage(SHARED_MEMORY).free
-    if free < needed:
-        expected = f"{needed / 2**20:.0f} MiB, for an engine and the buckets of a sync"
-        remedy = f"Remove what is left there (ls -l {SHARED_MEMORY}), give the container more (docker run "
-        remedy += "--shm-size=1g), lower sync.bucket_mib, or set sync.transport=disk."
+    if free < SHARED_BYTES:
+        expected = f"{SHARED_BYTES >> 20} MiB, for an engine"
+        remedy = f"Remove what is left there (ls -l {SHARED_MEMORY}), or give the container more (docker run "
+        remedy += "--shm-size=1g)."
         raise user_error(str(SHARED_MEMORY), f"{free / 2**20:.0f} MiB free", expected, remedy)
 
 

@@ -148,7 +148,6 @@ _EVERY_MODE: tuple[Hook, ...] = (
         lifecycle.before_update,
         "model_path load_format weight_name_filter recapture_cuda_graph",
     ),
-    Hook(_UPDATER + "update_weights_from_tensor", "around", lifecycle.update_from_tensor, "named_tensors load_format"),
     Hook(
         _UPDATER + "update_weights_from_distributed",
         "before",

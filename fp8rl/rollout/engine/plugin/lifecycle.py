@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
@@ -93,16 +94,6 @@ def before_update(*args: Any, **kwargs: Any) -> None:
     state().weights.invalidate()
 
 
-def update_from_tensor(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around `WeightUpdater.update_weights_from_tensor`: wait until all copies from the sender's bucket are done.
-    SGLang itself answers as soon as it has launched them. After the answer the sender fills the bucket again."""
-    before_update()
-    try:
-        return original(self, *args, **kwargs)
-    finally:
-        torch.get_device_module(self.device).synchronize()
-
-
 def check_weights(original: Any, self: Any, action: str, allow_quant_error: bool = False) -> Any:
     """Around `ModelRunner.check_weights`: answer a call of the engine's owner (`CALLS`), in SGLang's form."""
     if (call := from_action(action)) is None:
@@ -113,6 +104,24 @@ def check_weights(original: Any, self: Any, action: str, allow_quant_error: bool
     parallelism = {"tp_rank": engine.rank, "tp_size": engine.ranks, "rank": engine.rank, "size": engine.ranks}
     parallelism |= {"dp_rank": 0, "dp_size": 1, "pp_rank": 0, "pp_size": 1}
     return {"checksums": to_checksums(answer), "per_gpu_checksum": "", "parallelism_info": parallelism}
+
+
+def load_bucket(runner: Any, addresses: Sequence[str], tensors: Sequence[Sequence[Any]]) -> None:
+    """Load tensors from the memory at this rank's address (`server.client.EngineClient.load_bucket`), and wait until
+    all copies are done, because the sender then fills the memory again."""
+    before_update()
+    weights = state().weights
+    flat = mapped(addresses[weights.rank.rank])
+    try:
+        runner.model.load_weights(tensor_within(flat, *tensor) for tensor in tensors)
+    finally:
+        torch.get_device_module(weights.device).synchronize()
+
+
+def tensor_within(flat: Tensor, name: str, dtype: str, shape: Sequence[int], start: int) -> tuple[str, Tensor]:
+    """Return the name and the tensor that begins at byte `start` of a bucket. dtype: torch's name of it."""
+    end = start + math.prod(shape) * getattr(torch, dtype).itemsize
+    return name, flat[start:end].view(getattr(torch, dtype)).view(shape)
 
 
 def commit(runner: Any, version: str) -> Held:
@@ -285,6 +294,7 @@ def process_input_requests(result: None, self: Any, recv_reqs: list[Any]) -> Non
 
 
 CALLS: dict[str, Callable[..., Any]] = {
+    "load_bucket": load_bucket,
     "commit": commit,
     "map_base": map_base,
     "manifest": lambda runner: Held(entries=state().weights.manifest()),

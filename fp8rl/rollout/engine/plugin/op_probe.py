@@ -5,7 +5,7 @@ Keys and values go to a separate cache, so the engine's state does not change.
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +50,12 @@ def answer(runner: Any, path: Path) -> str:
 
 
 @torch.no_grad()
-def formats(runner: Any, sequences: str) -> list[Sighting]:
-    """Run the program on some sequences, a JSON list of lists of tokens, and say in which formats its tensors are.
-
-    Raises RuntimeError as `answer` does.
-    """
-    host, rows = _host(runner), json.loads(sequences)
+def formats(runner: Any, sequences: Sequence[Sequence[int]]) -> list[Sighting]:
+    """Run the program on some sequences, and say in which formats its tensors are. Raises RuntimeError as `answer`."""
+    host = _host(runner)
     device, definition = next(host.parameters()).device, host.definition
-    tokens = torch.tensor([token for row in rows for token in row], device=device)
-    host.tokens = Recorded(torch.tensor([len(row) for row in rows], device=device), tokens, 1.0)
+    tokens = torch.tensor([token for row in sequences for token in row], device=device)
+    host.tokens = Recorded(torch.tensor([len(row) for row in sequences], device=device), tokens, 1.0)
     adapters = [state().weights.low_rank(parameter) for parameter in host.parameters()]
     addresses = {address(each.a) for each in adapters if each is not None}
     plan = precision_map(host.numerics, own=own_formats(definition))

@@ -184,16 +184,15 @@ class EngineClient:
         """Forget every cached prefix. Fails while a request runs."""
         await self.admin("/flush_cache")
 
-    async def update_weights_from_tensor(self, payloads: list[str], weight_version: int) -> None:
-        """Load serialized buckets. payloads: one for each TP rank, base64 of SGLang's MultiprocessingSerializer."""
-        await self._update(
-            "/update_weights_from_tensor", weight_version, "flattened_bucket", serialized_named_tensors=payloads
-        )
+    async def load_bucket(self, addresses: Sequence[str], tensors: Sequence[tuple[Any, ...]]) -> None:
+        """Load tensors from memory, whose address (`numerics.core.memory`) each rank has of its own. Afterwards it may
+        be overwritten. tensors: (HF name, torch's name of the dtype, shape, offset in bytes) of each."""
+        await self._ask_plugin("load_bucket", addresses=addresses, tensors=tensors)
 
-    async def update_weights_from_disk(self, model_path: str | Path, weight_version: int) -> None:
+    async def update_weights_from_disk(self, model_path: str | Path) -> None:
         """Load the safetensors of a model directory."""
         # `auto` is not the format of the start, which may have been without weights.
-        await self._update("/update_weights_from_disk", weight_version, "auto", model_path=str(model_path))
+        await self._update("/update_weights_from_disk", "auto", model_path=str(model_path))
 
     async def join_weights_group(
         self, name: str, address: str, port: int, rank: int, world_size: int, backend: str
@@ -209,23 +208,17 @@ class EngineClient:
             backend=backend,
         )
 
-    async def update_weights_from_distributed(
-        self, name: str, tensors: Sequence[tuple[str, str, Sequence[int]]], weight_version: int
-    ) -> None:
+    async def update_weights_from_distributed(self, name: str, tensors: Sequence[tuple[Any, ...]]) -> None:
         """Let the server receive a broadcast from rank 0 of the group `name`, and load its tensors.
 
         tensors: (HF name, torch's name of the dtype, shape) of each. All are broadcast end to end as one uint8 tensor.
         """
-        names, dtypes, shapes = zip(*tensors)
-        sent = {"names": names, "dtypes": dtypes, "shapes": shapes}
-        await self._update(
-            "/update_weights_from_distributed", weight_version, "flattened_bucket", group_name=name, **sent
-        )
+        sent = dict(zip(("names", "dtypes", "shapes"), zip(*tensors)))
+        await self._update("/update_weights_from_distributed", "flattened_bucket", group_name=name, **sent)
 
-    async def _update(self, path: str, weight_version: int, load_format: str, **body: Any) -> None:
-        """Let the server load weights, and leave its cache as it is (`pause`)."""
-        fixed = {"load_format": load_format, "flush_cache": False, "weight_version": str(weight_version)}
-        await self.admin(path, **fixed, **body)
+    async def _update(self, path: str, load_format: str, **body: Any) -> None:
+        """Let the server load weights, and leave its cache and its version as they are (`pause`, `commit`)."""
+        await self.admin(path, load_format=load_format, flush_cache=False, **body)
 
     async def leave_weights_group(self, name: str) -> None:
         """Undo `join_weights_group`."""
@@ -236,6 +229,7 @@ class EngineClient:
 
     async def commit(self, version: int) -> protocol.Held:
         """Rebuild the GEMM operands of the engine's weights, and set the weights' version. Return their digests."""
+        await self.admin("/update_weight_version", new_version=str(version), abort_all_requests=False)
         return merged(await self._of_ranks(protocol.Held, "commit", version=str(version)))
 
     async def map_base(self, address: str) -> int:
@@ -256,7 +250,7 @@ class EngineClient:
 
     async def formats(self, sequences: Sequence[Sequence[int]]) -> list[list[Sighting]]:
         """Return the formats of the tensors of a forward pass over these tokens, in each of the engine's ranks."""
-        return await self._of_ranks(list[Sighting], "formats", sequences=json.dumps(sequences))
+        return await self._of_ranks(list[Sighting], "formats", sequences=sequences)
 
     async def report(self) -> protocol.EngineReport:
         """Return the report of the engine, which must be the same on all its ranks."""
@@ -282,17 +276,17 @@ class EngineClient:
         ranks = (await self._send("GET", "/v1/loads", params={"include": "core"})).json()["loads"]
         return sum(rank["num_used_tokens"] for rank in ranks)
 
-    async def _ask_plugin(self, call: str, **arguments: str) -> list[str]:
+    async def _ask_plugin(self, call: str, **arguments: Any) -> list[str]:
         """Return the JSON answer of each rank's plugin. Raises EngineError: there is no plugin, or the call failed."""
         ranks = (await self.admin("/weights_checker", action=to_action(call, **arguments)))["ranks"]
         return [from_checksums(rank["checksums"]) for rank in ranks]
 
-    async def _of_ranks(self, kind: type[Answer], call: str, **arguments: str) -> list[Answer]:
+    async def _of_ranks(self, kind: type[Answer], call: str, **arguments: Any) -> list[Answer]:
         """Return the answer of each rank's plugin, parsed as `kind`. Raises EngineError as `_ask_plugin` does."""
         of_kind = TypeAdapter(kind)
         return [of_kind.validate_json(answer) for answer in await self._ask_plugin(call, **arguments)]
 
-    async def _agreed(self, kind: type[Answer], call: str, **arguments: str) -> Answer:
+    async def _agreed(self, kind: type[Answer], call: str, **arguments: Any) -> Answer:
         """Return the plugin's answer, parsed as `kind`. Raises EngineError also if the answers of ranks differ."""
         answers = sorted(set(await self._ask_plugin(call, **arguments)))
         if len(answers) != 1:

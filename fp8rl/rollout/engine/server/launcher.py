@@ -32,7 +32,7 @@ WATCH_S = 0.5
 """Seconds between two checks of whether the server runs. The end of its owner is noticed at once."""
 ENDPOINTS = {
     "/generate", "/model_info", "/pause_generation", "/continue_generation", "/flush_cache", "/weights_checker",
-    "/update_weights_from_tensor", "/update_weights_from_disk", "/update_weights_from_distributed",
+    "/update_weight_version", "/update_weights_from_disk", "/update_weights_from_distributed",
     "/init_weights_update_group", "/destroy_weights_update_group", "/freeze_gc", "/v1/loads",
     "/release_memory_occupation", "/resume_memory_occupation",
 }  # fmt: skip

@@ -100,10 +100,10 @@ def test_a_taken_port_and_a_shared_port_are_refused(values):
     assert "two engines" in refusal(values, rollout={"port": port, "engines": 2})
 
 
-def test_shared_memory_without_room_for_a_sync_is_refused_before_anything_starts(values, monkeypatch):
-    usage = namedtuple("usage", "free")(20 << 20)
-    monkeypatch.setattr(resources.shutil, "disk_usage", lambda path: usage)
+def test_shared_memory_without_room_for_an_engine_is_refused_before_anything_starts(values, monkeypatch):
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr(resources.shutil, "disk_usage", lambda path: usage(7 << 20))
     said = refusal(values)
-    assert said.startswith("/dev/shm: found '20 MiB free', expected 24 MiB, for an engine and the buckets of a sync.")
-    assert "--shm-size" in said and "sync.transport=disk" in said
-    check(parse_experiment(merged(values, sync={"transport": "disk"})))
+    assert said.startswith("/dev/shm: found '7 MiB free', expected 8 MiB, for an engine.") and "--shm-size" in said
+    monkeypatch.setattr(resources.shutil, "disk_usage", lambda path: usage(8 << 20))
+    check(parse_experiment(values))

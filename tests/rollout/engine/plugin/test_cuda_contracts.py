@@ -9,14 +9,6 @@ import re
 import pytest
 
 CONTRACTS = {
-    "devices go by UUID before a bucket is opened": (
-        "managers.tp_worker.BaseTpWorker._deserialize_own_rank",
-        "monkey_patch_torch_reductions() return MultiprocessingSerializer.deserialize(",
-    ),
-    "a bucket is answered for when copies out of it are asked for, not done": (
-        "model_executor.model_runner_components.weight_updater.WeightUpdater._update_weights_from_flattened_bucket",
-        'self.get_model().load_weights(reconstructed_tensors) return True, "Success"',
-    ),
     "a batch runs twice before its graph is captured, so that operands are made outside of it": (
         "model_executor.runner_backend.full_cuda_graph_backend.FullCudaGraphBackend.capture_one",
         "for _ in range(2): self._device_module.synchronize() self._tp_group.barrier() forward_fn()",

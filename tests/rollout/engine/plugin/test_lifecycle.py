@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from fp8rl.models import architecture
 from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.core.memory import HostMemory
 from fp8rl.rollout.engine.plugin import lifecycle, state
 from fp8rl.rollout.engine.protocol import Held, from_checksums, to_action
 from fp8rl.weight_sync.manifest import Manifest, Recorder
@@ -82,22 +85,22 @@ def test_an_update_takes_the_version_away_and_no_forward_runs_before_a_commit_gi
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_bucket_is_answered_when_the_copies_out_of_it_are_done(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device that copies after it was asked to, as a GPU does; the sender then writes the bucket again."""
-    bucket, parameter, asked = torch.ones(4), torch.zeros(4), []
+    bucket, parameter, asked = HostMemory("bucket", 40), torch.zeros(2, 2, dtype=torch.bfloat16), []
+    flat = bucket.own(writable=True)
+    flat[32:].view(torch.bfloat16).copy_(torch.arange(4.0))
     gpu = SimpleNamespace(synchronize=lambda: [copy() for copy in asked])
-    monkeypatch.setattr(torch, "get_device_module", {"gpu": gpu}.__getitem__)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: gpu)
 
-    def sglang_loads(updater: Any, named_tensors: Any, load_format: Any = None) -> tuple[bool, str]:
-        asked.append(lambda: parameter.copy_(named_tensors))
-        if fails:
-            raise RuntimeError("the second tensor has another shape")
-        return True, "Success"
+    def loads(tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in tensors:
+            asked.append(lambda name=name, tensor=tensor: parameter.copy_(tensor) if name == "b" else None)
 
-    try:
-        lifecycle.update_from_tensor(sglang_loads, SimpleNamespace(device="gpu"), bucket)
-    except RuntimeError:
-        assert fails
-    bucket.fill_(9)
-    assert parameter.eq(1).all(), "the copy was not done"
+    runner = SimpleNamespace(model=SimpleNamespace(load_weights=loads))
+    tensors = [("a", "float8_e4m3fn", [5], 0), ("b", "bfloat16", [2, 2], 32), ("c", "float32", [2], 8 + 28 * fails)]
+    with pytest.raises(RuntimeError) if fails else nullcontext():
+        lifecycle.load_bucket(runner, [bucket.address()], tensors)
+    flat.fill_(9)
+    assert parameter.tolist() == [[0, 1], [2, 3]], "the copy was not done"
     with pytest.raises(RuntimeError, match="commit"):
         state.state().weights.check()
 
