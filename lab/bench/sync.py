@@ -166,9 +166,8 @@ def host() -> Iterator[Result]:
     times: dict[str, list[float]] = {}
     with one_rank(MANY_TENSORS) as make:
         trainer, module, spec = make(64), nn.Module(), EXACT.rollout_spec
-        definition, held = trainer.definition, ServedWeights(spec.weight)
-        hold(module, definition, spec, WHOLE)
-        held.attach(module, definition, "0")
+        hold(module, trainer.definition, spec, WHOLE)
+        held = ServedWeights(spec.weight, module, trainer.definition, "0")
         for index in range(2 + ROUNDS):  # the first two compile
             for name, seconds in _one_by_one(trainer, held, index).items():
                 times.setdefault(name, []).append(seconds)

@@ -24,6 +24,7 @@ from fp8rl.numerics.probe import choose_deepgemm, choose_tiles
 from fp8rl.rollout.engine.plugin import op_probe
 from fp8rl.rollout.engine.plugin.parameters import AdaptedRows
 from fp8rl.rollout.engine.plugin.state import cache_buffers, inventory, report, state, state_buffers
+from fp8rl.rollout.engine.plugin.weights import ServedWeights
 from fp8rl.rollout.engine.protocol import CACHE, RELEASED, WEIGHTS, Held, Memory, from_action, to_checksums
 
 
@@ -42,7 +43,7 @@ def load_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: An
 
 
 def after_load_model(self: Any) -> None:
-    """Choose the implementation of the ops, and attach `ServedWeights` to the loaded model. self: the ModelRunner."""
+    """Choose the implementation of the ops, and take over the loaded model's weights. self: the ModelRunner."""
     current = state()
     device = next(self.model.parameters()).device
     current.implementation = choose(device, current.numerics.spec)
@@ -67,7 +68,8 @@ def after_load_model(self: Any) -> None:
     rank = EngineRank(self.ps.tp_rank, self.ps.tp_size)
     of_base = parameter_spans(definition, current.numerics.rollout_spec) if current.waits else ()
     rows = AdaptedRows(self.server_args.max_total_tokens, device) if current.base_name is not None else None
-    current.weights.attach(self.model, definition, self.server_args.weight_version, rank, of_base, rows)
+    spec, version = current.numerics.rollout_spec.weight, self.server_args.weight_version
+    current.weights = ServedWeights(spec, self.model, definition, version, rank, of_base, rows)
     self.model.load_weights = functools.partial(current.weights.load, self.model.load_weights)
 
 

@@ -28,7 +28,8 @@ class EngineState:
 
     numerics: NumericsConfig
     role: Role
-    weights: ServedWeights
+    weights: ServedWeights = dataclasses.field(init=False)
+    """The weights of the model, once it is loaded."""
     adapter: AdapterSection | None = None
     waits: bool = False
     """Whether the engine starts with placeholders for weights, until it maps the shared base."""
@@ -50,7 +51,7 @@ _state: EngineState | None = None
 def configure(numerics: NumericsConfig, role: Role = "policy", **settings: Any) -> None:
     """Make this process's state. Call this before hooks are installed. settings: more fields of `EngineState`."""
     global _state
-    _state = EngineState(numerics, role, ServedWeights(numerics.rollout_spec.weight), **settings)
+    _state = EngineState(numerics, role, **settings)
 
 
 def state() -> EngineState:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from enum import Enum
 from itertools import chain
 from typing import Any
 
@@ -26,35 +25,8 @@ from fp8rl.numerics.ops import LowRank
 from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import TensorSpec
 from fp8rl.numerics.weight_cache import Frozen
-from fp8rl.rollout.engine.plugin.parameters import (
-    AdaptedRows,
-    CopiesOfKvB,
-    ServedAdapter,
-    attach_adapters,
-    check_table,
-    copies_in,
-)
+from fp8rl.rollout.engine.plugin.parameters import AdaptedRows, CopiesOfKvB, attach_adapters, check_table, copies_in
 from fp8rl.rollout.engine.protocol import ADAPTER_SCALE, DELTA
-
-
-class State(Enum):
-    """The state of one parameter.
-
-    ======  ==========================================================  ==========================================
-    state   meaning                                                     event: next state
-    ======  ==========================================================  ==========================================
-    SERVED  its operand has the version of the weights                  `invalidate`: STALE, with adapters KEPT
-    KEPT    the update has sent no part of it, and its operand stays    `load` of a part of it, `release`: STALE;
-            in use, as in a sync that sends only adapters               `commit`: SERVED
-    STALE   an update may have written it                               `prepare`, after all of it has arrived: MADE;
-                                                                        `commit`: SERVED
-    MADE    its operand is made and its digests are taken               `load` of a part of it: STALE;
-                                                                        `commit`: SERVED
-    any     its memory has moved, as `commit` and `manifest` find out   STALE
-    ======  ==========================================================  ==========================================
-    """
-
-    SERVED, KEPT, STALE, MADE = "served", "kept", "stale", "made"
 
 
 @dataclasses.dataclass(eq=False)
@@ -65,51 +37,29 @@ class HeldParameter:
     """Names of the checkpoint's tensors in the parameter and in its scales."""
     mapped: bool = False
     """Whether the parameter is in the shared base. Other processes read it too, so the engine does not write to it."""
-    state: State = State.SERVED
+    kept: bool = False
+    """Whether its operand stays in use although an update runs, which has sent no part of it: a sync of adapters."""
     arrived: set[str] = dataclasses.field(default_factory=set)
     """The `names` that were sent since the operand and the digests were last made."""
     operand: Any = None
-    """The operand of an FP8 parameter (`ops.weight_operand`). While the parameter is STALE the operand is not used, but
-    its memory is kept for the next operand."""
+    """The operand of an FP8 parameter (`ops.weight_operand`). While an update writes the parameter, the operand is not
+    used, but its memory is kept for the next operand."""
     version: str | None = None
     """The version of the weights from which the operand was made. None: it is not the current version."""
     digests: dict[str, str] | None = None
-    """Digests by label. None: they were not taken since the parameter was last written."""
+    """Digests by label, taken when the operand was made (`prepare`). None: the parameter was written since then."""
+
+    def reset(self) -> None:
+        """Forget the digests, and that the operand stays in use."""
+        self.kept, self.digests = False, None
 
 
 class ServedWeights:
     """The weights of the engine's model, with one version for all of them."""
 
-    def __init__(self, spec: TensorSpec) -> None:
-        self.version: str | None = None
-        self.adapted_rows: AdaptedRows | None = None
-        self.rank = WHOLE
-        self.moved = False
-        """True if the parameters have other addresses than when CUDA graphs were captured."""
-        self._spec = spec
-        self._attached: tuple[nn.Module, Model] | None = None
-        self._released = False
-        self._held: dict[Tensor, HeldParameter] = {}
-        self._holders: dict[str, list[HeldParameter]] = {}
-        self.views: dict[Tensor, dict[tuple[str, ...], Tensor]] = {}
-        """The tensors of the checkpoint in each parameter: stacks [n, ...], by the labels of their n tensors."""
-        self._places: dict[str, tuple[Tensor, int]] = {}
-        """The stack that has a tensor, and the tensor's place in it, by label."""
-        self._storages: dict[Tensor, int] = {}
-        self._adapters: dict[Tensor, ServedAdapter] = {}
-        self._copies: Mapping[Tensor, CopiesOfKvB] = {}
-
-    @property
-    def device(self) -> torch.device:
-        return next(self._loaded()[0].parameters()).device
-
-    @property
-    def definition(self) -> Model:
-        """The description of the model."""
-        return self._loaded()[1]
-
-    def attach(
+    def __init__(
         self,
+        spec: TensorSpec,
         model: nn.Module,
         definition: Model,
         version: str,
@@ -129,20 +79,35 @@ class ServedWeights:
                 own_memory(parameter)
         self._adapters = attach_adapters(model, definition, rank) if definition.adapter else {}
         check_table(model, definition)
-        self._attached, self.rank, self.adapted_rows = (model, definition), rank, adapted_rows
-        self._copies = copies_in(model)
-        self._held = {parameter: HeldParameter(mapped=name in of_base) for name, parameter in model.named_parameters()}
-        self._storages = {}
+        self._spec, self._model, self.definition, self.rank = spec, model, definition, rank
+        self.version: str | None = None
+        self.adapted_rows = adapted_rows
+        self.moved = False
+        """True if the parameters have other addresses than when CUDA graphs were captured."""
+        self._released = False
+        self._copies: Mapping[Tensor, CopiesOfKvB] = copies_in(model)
+        self._held: dict[Tensor, HeldParameter] = {
+            parameter: HeldParameter(mapped=name in of_base) for name, parameter in model.named_parameters()
+        }
+        self.views: dict[Tensor, dict[tuple[str, ...], Tensor]] = {}
+        """The tensors of the checkpoint in each parameter: stacks [n, ...], by the labels of their n tensors."""
+        self._places: dict[str, tuple[Tensor, int]] = {}
+        """The stack that has a tensor, and the tensor's place in it, by label."""
+        self._storages: dict[Tensor, int] = {}
         self._find_views()
         for parameter, views in self.views.items():
             self._held[parameter].names = {base_name(label)[0] for labels in views for label in labels}
         for parameter, scale_inv in quantized_parameters(model):
             self._held[parameter].names |= self._held[scale_inv].names
-        self._holders = {}
+        self._holders: dict[str, list[HeldParameter]] = {}
         for held in self._held.values():
             for name in held.names:
                 self._holders.setdefault(name, []).append(held)
         self.commit(version)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self._model.parameters()).device
 
     def map_base(self, base: SharedBase) -> None:
         """Let this engine's parameters read the shared base. The engine does not write to it. Nothing may be computed
@@ -152,7 +117,7 @@ class ServedWeights:
             raise RuntimeError(
                 "fp8rl plugin: found a shared base for an engine of several ranks, expected one rank. Send the weights"
             )
-        parameters = dict(self._loaded()[0].named_parameters())
+        parameters = dict(self._model.named_parameters())
         found = {name: (tuple(parameter.shape), parameter.dtype) for name, parameter in parameters.items()}
         wrong = [
             f"{name}: found {tuple(view.shape)} in {view.dtype}, expected "
@@ -167,7 +132,8 @@ class ServedWeights:
             parameters[name].data = view
         self.moved = True
         for held in self._held.values():
-            held.state, held.operand = State.STALE, None
+            held.reset()
+            held.operand = None
             held.arrived.clear()
         for name in base.parameters:
             self._held[parameters[name]].mapped = True
@@ -182,7 +148,7 @@ class ServedWeights:
         """Note that the weights' memory is released. Nothing may use them until `occupy`. Then all must be written."""
         self._forget_version()
         for held in self._held.values():
-            held.state = State.STALE if held.state is State.KEPT else held.state
+            held.reset()
         self._released = True
 
     def occupy(self) -> None:
@@ -194,11 +160,11 @@ class ServedWeights:
             self.version = None
             for held in self._held.values():
                 # Digests are taken again also for parameters that an update of the adapters does not change.
-                held.state, held.version, held.digests = State.KEPT if self._adapters else State.STALE, None, None
+                held.kept, held.version, held.digests = bool(self._adapters), None, None
 
     def everything(self) -> Iterator[Tensor]:
         """Yield all parameters with their operands, except parameters in the shared base."""
-        for parameter in self._loaded()[0].parameters():
+        for parameter in self._model.parameters():
             if not self._held[parameter].mapped:
                 yield parameter
                 yield from tensors_in(self._held[parameter].operand)
@@ -239,7 +205,7 @@ class ServedWeights:
             self._make_operands(whole)
             for parameter, digests in self._digests(whole).items():
                 held = self._held[parameter]
-                held.state, held.digests = State.MADE, digests
+                held.digests = digests
                 held.arrived.clear()
 
     def commit(self, version: str) -> dict[str, str]:
@@ -251,15 +217,15 @@ class ServedWeights:
         """
         self._check_there()
         self._find_views()
-        made = self._make_operands({p for p, held in self._held.items() if held.state in (State.STALE, State.SERVED)})
+        made = self._make_operands({p for p, held in self._held.items() if not held.kept and held.digests is None})
         for derived in (*self._adapters.values(), *self._copies.values()):
             derived.refresh()
         digests = {parameter: held.digests for parameter, held in self._held.items() if held.digests is not None}
         digests |= self._digests(self._held.keys() - digests.keys())
         for parameter, held in self._held.items():
-            if held.operand is not None and (parameter in made or held.state in (State.MADE, State.KEPT)):
+            if held.operand is not None and (parameter in made or held.kept or held.digests is not None):
                 held.version = version
-            held.state, held.digests = State.SERVED, None
+            held.reset()
             held.arrived.clear()
         self.version = version
         return self._entries(digests)
@@ -291,21 +257,20 @@ class ServedWeights:
     def _find_views(self) -> None:
         """Find each tensor of the checkpoint in its parameter, unless all parameters have the memory that they had.
         If not, what was prepared no longer counts."""
-        model, definition = self._loaded()
-        storages = {each: each.untyped_storage()._cdata for each in model.parameters()}
+        storages = {each: each.untyped_storage()._cdata for each in self._model.parameters()}
         if storages == self._storages:
             return
         self._storages, self._places, self.views = storages, {}, {}
-        parameters = dict(model.named_parameters())  # a tied parameter once
-        for labels, parameter, stack in definition.tensors.stacks(parameters, self._spec.block_rows, self.rank):
+        parameters = dict(self._model.named_parameters())  # a tied parameter once
+        for labels, parameter, stack in self.definition.tensors.stacks(parameters, self._spec.block_rows, self.rank):
             self.views.setdefault(parameter, {})[labels] = stack
             self._places |= {label: (stack, place) for place, label in enumerate(labels)}
         for held in self._held.values():
-            held.state, held.digests = State.STALE, None
+            held.reset()
 
     def operands(self) -> Iterator[tuple[str, list[Tensor]]]:
         """Yield (the engine's name, the tensors of the operand) for each FP8 parameter."""
-        names: dict[Tensor, str] = {parameter: name for name, parameter in self._loaded()[0].named_parameters()}
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self._model.named_parameters()}
         for parameter, held in self._held.items():
             if held.operand is not None:
                 yield names[parameter], list(tensors_in(held.operand))
@@ -357,7 +322,7 @@ class ServedWeights:
                     "tensors that are not in the base, because an engine must not write to it. Replace this engine"
                 )
             held.arrived.update(names)
-            held.state, held.digests = State.STALE, None
+            held.reset()
 
     def _check_there(self) -> None:
         if self._released:
@@ -369,18 +334,13 @@ class ServedWeights:
     def _make_operands(self, parameters: Set[Tensor]) -> set[Tensor]:
         """Make operands, without a version yet, for parameters that are quantized. Return these parameters."""
         made = set()
-        for parameter, scale_inv in quantized_parameters(self._loaded()[0]):
+        for parameter, scale_inv in quantized_parameters(self._model):
             if parameter in parameters:
                 held, scales = self._held[parameter], scale_inv.detach().to(self._spec.scale_dtype)
                 quantized = QuantizedTensor(parameter.detach(), scales, self._spec)
                 held.operand = Frozen(quantized) if held.mapped else ops.weight_operand(quantized, held.operand)
                 made.add(parameter)
         return made
-
-    def _loaded(self) -> tuple[nn.Module, Model]:
-        if self._attached is None:
-            raise RuntimeError("fp8rl plugin: no model is loaded yet")
-        return self._attached
 
 
 def quantized_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:

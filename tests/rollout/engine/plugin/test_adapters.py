@@ -34,9 +34,7 @@ def adapters(config: AdapterSection, seed: int = 0) -> dict[str, Tensor]:
 
 
 def attached(config: AdapterSection) -> ServedWeights:
-    weights = ServedWeights(SPEC.weight)
-    weights.attach(build(BASE), DEFINITION.adapted(config), "0")
-    return weights
+    return ServedWeights(SPEC.weight, build(BASE), DEFINITION.adapted(config), "0")
 
 
 def nothing(weights: object) -> None:
@@ -63,7 +61,7 @@ def expected(config: AdapterSection, tensors: dict[str, Tensor], version: int) -
 
 
 def low_rank(weights: ServedWeights, name: str) -> LowRank:
-    found = weights.low_rank(dict(weights._loaded()[0].named_parameters())[name])
+    found = weights.low_rank(dict(weights._model.named_parameters())[name])
     assert found is not None
     return found
 
@@ -97,7 +95,7 @@ def test_a_fused_product_adds_the_terms_of_its_matrices(config: AdapterSection) 
 
 def test_a_sync_of_adapters_alone_leaves_the_operands_and_digests_the_base_anew() -> None:
     weights = attached(CONFIG)
-    parameter = dict(weights._loaded()[0].named_parameters())[QKV]
+    parameter = dict(weights._model.named_parameters())[QKV]
     operand, address = weights.operand(parameter), low_rank(weights, QKV).b.data_ptr()
     first = update(weights, adapters(CONFIG, 1), "1")
     second = update(weights, adapters(CONFIG, 2), "2")
@@ -110,8 +108,8 @@ def test_rows_of_requests_for_the_base_go_without_the_adapters() -> None:
     """In prefills of some tokens each, and in a decode step."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-    rows, weights = AdaptedRows(12, torch.device("cpu")), ServedWeights(SPEC.weight)
-    weights.attach(build(BASE), DEFINITION.adapted(CONFIG), "0", adapted_rows=rows)
+    rows = AdaptedRows(12, torch.device("cpu"))
+    weights = ServedWeights(SPEC.weight, build(BASE), DEFINITION.adapted(CONFIG), "0", adapted_rows=rows)
     update(weights, adapters(CONFIG), "1")
 
     def batch(mode: ForwardMode, lengths: list[int]) -> SimpleNamespace:
@@ -145,7 +143,7 @@ def wrong_scale(weights: ServedWeights, tensors: dict[str, Tensor]) -> None:
 
 
 def changed_base(weights: ServedWeights, tensors: dict[str, Tensor]) -> None:
-    codes = dict(weights._loaded()[0].named_parameters())[W2].data.view(torch.uint8)
+    codes = dict(weights._model.named_parameters())[W2].data.view(torch.uint8)
     codes[1, 5, 7] ^= 1
 
 

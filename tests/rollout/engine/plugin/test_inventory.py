@@ -20,9 +20,7 @@ SERVED = hf_tensors_served(0)
 
 
 def held(pool: Any) -> tuple[Holding, ...]:
-    weights = ServedWeights(SPEC.weight)
-    weights.attach(build(SERVED), DEFINITION, "0")
-    return inventory(weights, SimpleNamespace(token_to_kv_pool=pool))
+    return inventory(ServedWeights(SPEC.weight, build(SERVED), DEFINITION, "0"), SimpleNamespace(token_to_kv_pool=pool))
 
 
 def pool(dtype: torch.dtype, **buffers: Any) -> SimpleNamespace:

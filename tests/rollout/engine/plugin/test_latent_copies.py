@@ -75,9 +75,7 @@ def spec(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Qua
 def served_by(engine: Engine, spec: QuantSpec) -> ServedWeights:
     sizes = dataclasses.replace(SIZES, own=(Latent(q_rank=128, kv_rank=RANK, rope_dim=64, value_dim=VALUE),))
     rows = [row for row in latent_attention_tensors(sizes, 0) if row.name == NAME]
-    served = ServedWeights(spec.weight)
-    served.attach(engine, listed("Latent", sizes, lambda _: iter(rows)), "0")
-    return served
+    return ServedWeights(spec.weight, engine, listed("Latent", sizes, lambda _: iter(rows)), "0")
 
 
 def value_of(held: dict[str, Tensor]) -> Tensor:

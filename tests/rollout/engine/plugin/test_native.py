@@ -20,6 +20,7 @@ from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.quantize import fake_quantize, quantize
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.engine.plugin import native, state
+from fp8rl.rollout.engine.plugin.weights import ServedWeights
 from tests.support.definitions import listed
 from tests.support.served_model import SIZES
 
@@ -44,7 +45,7 @@ def test_fp8_experts_follow_sglangs_order_of_operations(monkeypatch: pytest.Monk
         layer.register_parameter(f"{name}_scale_inv", nn.Parameter(quantized.scale_inv, requires_grad=False))
     monkeypatch.setattr(state, "_state", None)
     state.configure(NumericsConfig(mode="native", spec=SPEC))
-    state.state().weights.attach(layer, definition(), "0")
+    state.state().weights = ServedWeights(SPEC.weight, layer, definition(), "0")
 
     dispatched = SimpleNamespace(hidden_states=x, topk_output=(weights, experts.int(), None))
     found = native.fp8_experts(None, layer, dispatched).hidden_states

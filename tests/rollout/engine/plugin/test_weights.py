@@ -32,9 +32,7 @@ def model() -> nn.Module:
 
 @pytest.fixture
 def served(model: nn.Module) -> ServedWeights:
-    weights = ServedWeights(SPEC.weight)
-    weights.attach(model, DEFINITION, "0")
-    return weights
+    return ServedWeights(SPEC.weight, model, DEFINITION, "0")
 
 
 def sent(tensors: dict[str, Tensor], version: str) -> Manifest:
@@ -75,7 +73,7 @@ def test_a_model_that_is_not_as_the_table_says_is_refused() -> None:
     for named, change in changes.items():
         change(model := build(OLD))
         with pytest.raises(RuntimeError, match=named):
-            ServedWeights(SPEC.weight).attach(model, DEFINITION, "0")
+            ServedWeights(SPEC.weight, model, DEFINITION, "0")
 
 
 def test_a_commit_refreshes_and_a_forward_waits_for_it(served: ServedWeights, model: nn.Module) -> None:
@@ -331,8 +329,8 @@ def test_a_rank_takes_its_part_of_what_is_sent_and_leaves_the_other_ranks_expert
             path, _, last = (name + suffix).rpartition(".")
             zeros = nn.Parameter(torch.zeros_like(value), requires_grad=False)
             served_model.module_at(model, path).register_parameter(last, zeros)
-    served, recorder = ServedWeights(SPEC.weight), Recorder(definition.tensors, ranks=2)
-    served.attach(model, definition, "0", rank)
+    served = ServedWeights(SPEC.weight, model, definition, "0", rank)
+    recorder = Recorder(definition.tensors, ranks=2)
     served.invalidate()
     served.load(stock_loader, recorder.watch(stacked(own).items()))
     held = served.commit("1")
