@@ -7,15 +7,12 @@ import ipaddress
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from fp8rl.diagnose.subject import Subject, model_given
-from fp8rl.models.architecture import Model
 from fp8rl.models.checkpoint.padding import padded, unpadded
 from fp8rl.models.checkpoint.peft import read_adapter
 from fp8rl.models.checkpoint.reading import check_stored
@@ -28,15 +25,14 @@ from fp8rl.rl.experiment.preconditions.tokenizer import check_chat_template, loa
 from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rollout.engine.engine import Engine
 from fp8rl.rollout.engine.server.arguments import ServedChats
-from fp8rl.rollout.engine.server.client import EngineClient
-from fp8rl.rollout.types import Endpoint
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.megatron.model_checks import check_layout
-from fp8rl.weight_sync.bridge import send_and_verify
 from fp8rl.weight_sync.frozen import scale_of
-from fp8rl.weight_sync.manifest import Recorder, ShardDigests, SyncError, some_of
+from fp8rl.weight_sync.manifest import Manifest, Recorder, SyncError
 from fp8rl.weight_sync.served import convert_checkpoint
 from fp8rl.weight_sync.transports.tensor import TensorTransport
+
+_BUCKET_BYTES = 64 << 20
 
 
 def check_open(host: str, api_key: str | None) -> None:
@@ -77,7 +73,8 @@ def serve(
 
     say: prints which kernels are compiled first. port: None takes a free port. api_key: None makes a new key.
 
-    Raises UserError, EngineError: see `Engine.start`. HandshakeError: the engine computes in other numerics.
+    Raises UserError, EngineError: see `Engine.start`. HandshakeError: the engine computes in other numerics. SyncError:
+    it holds other tensors than the model has.
     """
     experiment, spec = served.experiment, served.numerics.rollout_spec
     config = experiment.rollout.model_copy(update={"port": port})
@@ -99,10 +96,16 @@ def serve(
         expected = expected_report(served.numerics, beside, experiment.model.architecture)
         engine = Engine(config, log, plugin, expected, host, chats, api_key)
         with asyncio.Runner() as runner:
-            endpoint = runner.run(engine.start(checkpoint))
+            runner.run(engine.start(checkpoint))
             try:
-                if beside is not None:
-                    give_adapter(endpoint, tensors, definition, spec, recorder.sent())
+                runner.run(TensorTransport(_BUCKET_BYTES).send(recorder.watch(tensors.items()), [engine]))
+                parts = [recorder.sent(), *([scale_of(beside)] if beside is not None else [])]
+                manifest = Manifest.merged(0, spec, parts)
+                if problems := manifest.differences(runner.run(engine.commit(0)).entries):
+                    raise SyncError(
+                        f"the engine: found {len(problems)} of {len(manifest.entries)} tensors different from the "
+                        "model's, expected none. Start it again:\n" + "\n".join(problems[:20])
+                    )
                 yield engine
             finally:
                 runner.run(engine.stop())
@@ -148,38 +151,3 @@ def _check_new(out: Path) -> None:
     check_writable(out, "OUT")
     if os.path.lexists(out):
         raise UserError(f"OUT: found {out}, expected a directory that does not exist yet. Choose another one.")
-
-
-# A stored adapter, brought to an engine that was started with the weights which it stands beside.
-
-_BUCKET_BYTES = 64 << 20
-
-
-def give_adapter(
-    endpoint: Endpoint, tensors: Mapping[str, Tensor], definition: Model, spec: QuantSpec, base: ShardDigests
-) -> None:
-    """Send a model's adapters to the engine, and verify all tensors that the engine holds.
-
-    definition: the model with its adapters. base: digests of the weights, quantized by the spec, with which the engine
-        was started as version 0.
-
-    Raises SyncError: the engine holds other tensors, and does not generate.
-    """
-    config = definition.adapter
-    assert config is not None, "a model without adapters"
-    recorder = Recorder(definition.tensors, endpoint.ranks)
-
-    async def put() -> None:
-        async with EngineClient(endpoint) as engine:
-            await TensorTransport(_BUCKET_BYTES).send(recorder.watch(tensors.items()), [engine])
-
-    def send() -> Sequence[ShardDigests]:
-        asyncio.run(put())
-        return [base, recorder.sent(), scale_of(config)]
-
-    manifest, report, problems = send_and_verify(send, spec, [endpoint], 0)
-    if problems:
-        raise SyncError(
-            f"{report.mismatched_tensors} of {len(manifest.entries)} tensors are not what the engine was given: "
-            f"{some_of(report.mismatched)}; it does not generate. Start it again:\n" + "\n".join(problems[:20])
-        )

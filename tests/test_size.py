@@ -8,12 +8,12 @@ LINES = {
     "numerics": 10_683,
     "models": 5_323,
     "trainer": 8_322,
-    "rollout": 7_745,
+    "rollout": 7_733,
     "weight_sync": 1_367,
     "rl": 12_845,
     "diagnose": 3_846,
-    "cli": 1_744,
-    "tests": 41_702,
+    "cli": 1_712,
+    "tests": 41_687,
 }
 """Lines of Python files, blank ones and comments too. `cli` is what lies in fp8rl/ beside the packages.
 

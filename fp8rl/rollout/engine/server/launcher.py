@@ -26,7 +26,7 @@ from setproctitle import setproctitle
 
 from fp8rl.rollout.engine.server import public
 from fp8rl.rollout.engine.server.processes import group_members
-from fp8rl.rollout.engine.server.scratch import note_shared_memory, remove_queues, remove_scratch
+from fp8rl.rollout.engine.server.scratch import remove_queues, remove_scratch
 
 WATCH_S = 0.5
 """Seconds between two checks of whether the server runs. The end of its owner is noticed at once."""
@@ -71,7 +71,7 @@ def main() -> None:
     HookRegistry.register(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.sigterm_watchdog", _exit_promptly, HookType.AROUND
     )
-    HookRegistry.register("sglang.srt.server_args.PortArgs.init_new", _note_shared_memory, HookType.AFTER)
+    HookRegistry.register("sglang.srt.server_args.PortArgs.init_new", _name_shared_memory, HookType.AFTER)
     if request["fork"]:
         HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork, HookType.AFTER)
     if request["openai"]:
@@ -111,11 +111,9 @@ def start_watch() -> None:
         os.killpg(0, signal.SIGKILL)
 
 
-def _note_shared_memory(ports: Any, *_: Any, **__: Any) -> None:
-    """Note the only file that SGLang makes outside its scratch directory. SGLang never removes it."""
-    from sglang.srt.managers.load_snapshot import shm_path_for
-
-    note_shared_memory(Path(os.environ["TMPDIR"]), shm_path_for(ports.instance_id))
+def _name_shared_memory(ports: Any, *_: Any, **__: Any) -> None:
+    """Name the only file that SGLang makes outside its scratch directory, and never removes, after the directory."""
+    ports.instance_id = Path(os.environ["TMPDIR"]).name
 
 
 def _import_one_model_only(model_type: str) -> None:

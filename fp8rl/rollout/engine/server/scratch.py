@@ -1,7 +1,7 @@
 """Makes scratch directories for sockets and temporary files, and removes those whose owner has ended.
 
 A killed process cannot clean up. So each start removes the directories of dead owners. The owner's processes lock a
-file in the directory until the last of them ends. A note in the directory names a file that the owner made elsewhere.
+file in the directory until the last of them ends. SGLang's file in shared memory has the directory's name in its name.
 """
 
 from __future__ import annotations
@@ -14,14 +14,11 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-from fp8rl.numerics.core.files import write_atomically
-
 ENGINE, RAY = "fp8rl-engine-", "fp8rl-ray-"
 """Prefixes of the directories of engines and of Ray."""
 SHARED = Path("/dev/shm")
 """The directory of shared memory."""
 _LOCK = "lock"
-_SHARED_MEMORY = "shared_memory"
 
 
 def make_scratch(prefix: str = ENGINE, parent: str | None = None) -> tuple[Path, int]:
@@ -37,11 +34,6 @@ def make_scratch(prefix: str = ENGINE, parent: str | None = None) -> tuple[Path,
     return scratch, descriptor
 
 
-def note_shared_memory(scratch: Path, path: str) -> None:
-    """Note a file outside the scratch directory, to be removed with the directory."""
-    write_atomically(scratch / _SHARED_MEMORY, path)
-
-
 def remove_queues(pids: Collection[int]) -> None:
     """Remove the shared memory through which the ranks of an engine communicate. pids: the ids of its processes.
 
@@ -53,17 +45,15 @@ def remove_queues(pids: Collection[int]) -> None:
 
 
 def remove_scratch(scratch: Path) -> None:
-    """Remove a directory, and the shared memory that notes name in it or in the engines' directories below it."""
-    for note in (scratch / _SHARED_MEMORY, *scratch.glob(f"*/{ENGINE}*/{_SHARED_MEMORY}")):
-        with suppress(OSError, ValueError):  # not noted, or gone with another sweep
-            if (path := Path(note.read_text())).parent == SHARED:
-                path.unlink()
+    """Remove a directory, and the shared memory of its engine, or of the engines whose directories are below it."""
+    for folder in (scratch, *scratch.glob(f"*/{ENGINE}*")):
+        for path in SHARED.glob(f"sglang_loads_{folder.name}_*"):
+            path.unlink(missing_ok=True)
     shutil.rmtree(scratch, ignore_errors=True)
 
 
 def sweep(prefix: str = ENGINE, parent: str | None = None) -> None:
-    """Remove this user's directories whose owners have ended. Leave other users' directories, because a note in one
-    could make us remove a file of ours."""
+    """Remove this user's directories whose owners have ended. Another user's could have the name of one of ours."""
     for lock in Path(parent or tempfile.gettempdir()).glob(f"{prefix}*/{_LOCK}"):
         with suppress(OSError):  # locked, or removed by another sweep
             if lock.parent.lstat().st_uid != os.getuid():

@@ -21,7 +21,7 @@ from fp8rl.rl.run.cluster.cluster import ray_cluster
 from fp8rl.rl.run.engines import serving
 from fp8rl.rollout.engine.engine import Engine
 from fp8rl.rollout.engine.server import scratch as scratch_module
-from fp8rl.rollout.engine.server.scratch import RAY, make_scratch, note_shared_memory, remove_queues, sweep
+from fp8rl.rollout.engine.server.scratch import RAY, make_scratch, remove_queues, sweep
 from fp8rl.rollout.types import EngineDiedError, EngineError, SamplingParams
 from tests.support.servers import EOS, group_members, groups, shared_memory, small_config, wait_until
 
@@ -49,10 +49,9 @@ def launched_since(before: set[int]) -> list[psutil.Process]:
 
 def test_only_the_scratch_of_the_dead_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scratch_module, "SHARED", tmp_path)
-    shared = tmp_path / "shared"
-    shared.touch()
     scratch, lock = make_scratch()
-    note_shared_memory(scratch, str(shared))
+    shared = tmp_path / f"sglang_loads_{scratch.name}_1a2b.shm"
+    shared.touch()
     holder = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=(lock,))
     os.close(lock)
     try:
@@ -76,29 +75,15 @@ def test_what_ranks_talk_through_goes_with_their_processes_alone(
     assert left == {"sgl_shm_mq_171_1a2b3c4d", "sglang_loads_17_x.shm", "torch_17_1_2"}
 
 
-def test_a_note_reaches_nothing_but_shared_memory(tmp_path: Path) -> None:
-    precious = tmp_path / "precious"
-    precious.touch()
-    scratch, lock = make_scratch(parent=str(tmp_path))
-    note_shared_memory(scratch, str(precious))
-    os.close(lock)
-    cut_off, lock = make_scratch(parent=str(tmp_path))
-    (cut_off / "shared_memory").write_text("")
-    os.close(lock)
-    sweep(parent=str(tmp_path))
-    assert not scratch.exists() and not cut_off.exists() and precious.exists()
-
-
-def test_what_an_engine_noted_goes_with_the_folder_of_its_dead_cluster(
+def test_an_engines_shared_memory_goes_with_the_folder_of_its_dead_cluster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scratch_module, "SHARED", tmp_path)
-    shared = tmp_path / "shared"
-    shared.touch()
     cluster, lock = make_scratch(RAY, str(tmp_path))
     (cluster / "tmp").mkdir()
     engine, own = make_scratch(parent=str(cluster / "tmp"))
-    note_shared_memory(engine, str(shared))
+    shared = tmp_path / f"sglang_loads_{engine.name}_1a2b.shm"
+    shared.touch()
     sweep(RAY, str(tmp_path))
     assert engine.is_dir() and shared.exists(), "its owner lives"
     os.close(own)
