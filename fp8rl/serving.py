@@ -101,7 +101,7 @@ def serve(
                 runner.run(TensorTransport(_BUCKET_BYTES).send(recorder.watch(tensors.items()), [engine]))
                 parts = [recorder.sent(), *([scale_of(beside)] if beside is not None else [])]
                 manifest = Manifest.merged(0, spec, parts)
-                if problems := manifest.differences(runner.run(engine.commit(0)).entries):
+                if problems := manifest.differences(runner.run(engine.commit(0))):
                     raise SyncError(
                         f"the engine: found {len(problems)} of {len(manifest.entries)} tensors different from the "
                         "model's, expected none. Start it again:\n" + "\n".join(problems[:20])

@@ -215,7 +215,7 @@ def send_and_verify(
     async def commit(engine: EngineClient) -> dict[str, str]:
         if pause != "in_place":  # in place, unfinished answers go on with the cache
             await engine.flush()
-        return (await engine.commit(version)).entries
+        return await engine.commit(version)
 
     start = time.perf_counter()
     with _as_sync_error(version):

@@ -125,7 +125,7 @@ def test_stale_operands_are_seen_by_the_canary_and_by_no_digest_and_a_capsule_sa
     pipeline = rig.open(Setup("moe"))
     pipeline.train_step(pipeline.sample(1.0, seed=3, count=4))
     assert pipeline.sync(manifest=tmp_path / "manifest.json").mismatched == ()
-    held = pipeline.rig.run(pipeline.engine.manifest()).entries
+    held = pipeline.rig.run(pipeline.engine.manifest())
     assert all(entry.endswith(f"@{pipeline.trainer.weight_version}") for entry in held.values() if "@" in entry)
     assert canary_difference(pipeline) > 0.01
     capsule = kept(pipeline, pipeline.sample(1.0, count=2), tmp_path)
@@ -153,7 +153,7 @@ def kept(pipeline: Pipeline, batch: TokenBatch, folder: Path) -> Path:
     spec.write_text(
         load_experiment(EXAMPLES / "arithmetic.yaml", [f"model.path={pipeline.rig.models['moe']}"]).to_yaml()
     )
-    held = [pipeline.rig.run(pipeline.engine.manifest()).entries]
+    held = [pipeline.rig.run(pipeline.engine.manifest())]
     step: dict[str, Any] = {"step": 7, "why": ["planted"], "rows": [0, 1], "experiment": spec, "held": held}
     step |= {"numerics": pipeline.setup.numerics, "manifest": folder / "manifest.json"}
     version, logprobs = pipeline.trainer.weight_version, pipeline.trainer.score(batch)

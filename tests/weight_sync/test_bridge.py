@@ -20,7 +20,7 @@ from fp8rl.numerics.digest import tensor_digest
 from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.numerics.weight_cache import Frozen, freeze
-from fp8rl.rollout.engine.protocol import ADAPTER_SCALE, Held
+from fp8rl.rollout.engine.protocol import ADAPTER_SCALE
 from fp8rl.rollout.engine.server.client import merged
 from fp8rl.rollout.types import Endpoint, EngineError
 from fp8rl.weight_sync import bridge
@@ -53,13 +53,12 @@ class SimulatedEngine:
 
         return call
 
-    async def commit(self, version: int) -> Held:
+    async def commit(self, version: int) -> dict[str, str]:
         self.calls.append(f"commit {version}")
-        entries = {
+        return {
             name: tensor_digest(tensor) + (f"@{version}" if name + "_scale_inv" in self.tensors else "")
             for name, tensor in self.tensors.items()
         }
-        return Held(entries=entries)
 
 
 @dataclass
@@ -174,8 +173,8 @@ def test_what_the_ranks_of_an_engine_hold_is_proven_part_by_part(engines: list[S
             for name, tensor in (served | {"model.norm.weight": norm}).items():
                 row = MODEL.tensors[name]
                 entries[place.label(name, row)] = tensor_digest(place.part(row, tensor))
-            said.append(Held(entries=entries))
-        return merged(said).entries
+            said.append(entries)
+        return merged(said)
 
     served = WEIGHTS | {"model.layers.0.self_attn.q_proj.weight": torch.randn(256, 128).bfloat16()}
     recorder = Recorder(MODEL.tensors, ranks=2)

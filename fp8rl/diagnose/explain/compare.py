@@ -69,7 +69,7 @@ def compare(
 
     async def ask() -> tuple[dict[str, str], Recording]:
         async with EngineClient(endpoint) as client:
-            return (await client.manifest()).entries, await ask_engine(client, trace)
+            return await client.manifest(), await ask_engine(client, trace)
 
     held, answer = asyncio.run(ask())
     # The traced sequences, [T]. Index t is about the token that follows the token at t.

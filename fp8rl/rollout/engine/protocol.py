@@ -27,12 +27,6 @@ class Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Held(Message):
-    """Describes the weights that an engine has: digests by HF name, or `digest@version` for a quantized weight."""
-
-    entries: dict[str, str]
-
-
 class EngineReport(Message):
     """The configuration and the state of an engine."""
 

@@ -149,7 +149,7 @@ class Engines:
     async def held(self) -> list[dict[str, str]]:
         """Return the tensor digests of each engine that gets groups. One that does not answer is given up."""
         found = await asyncio.gather(*(slot.answer(Engine.manifest) for slot in self.slots if slot.serving))
-        return [each.entries for each in found if each is not None]
+        return [each for each in found if each is not None]
 
     @waited
     async def any_lost(self, endpoints: Sequence[Endpoint]) -> bool:
@@ -280,7 +280,7 @@ class Engines:
         if slot.lost.done():
             return slot.lost.result()  # `switch` has replaced all engines meanwhile
         if serving.manifest is not None:
-            differing = serving.manifest.differences((await call(actor, Engine.manifest)).entries)
+            differing = serving.manifest.differences(await call(actor, Engine.manifest))
             if differing:
                 raise EngineError(
                     f"{self._name} {slot.index} does not hold what its checkpoint {serving.checkpoint} holds; check "

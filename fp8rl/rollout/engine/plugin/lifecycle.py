@@ -25,7 +25,7 @@ from fp8rl.rollout.engine.plugin import op_probe
 from fp8rl.rollout.engine.plugin.parameters import AdaptedRows
 from fp8rl.rollout.engine.plugin.state import cache_buffers, inventory, report, state, state_buffers
 from fp8rl.rollout.engine.plugin.weights import ServedWeights
-from fp8rl.rollout.engine.protocol import CACHE, RELEASED, WEIGHTS, Held, Memory, from_action, to_checksums
+from fp8rl.rollout.engine.protocol import CACHE, RELEASED, WEIGHTS, Memory, from_action, to_checksums
 
 
 def load_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -126,11 +126,11 @@ def tensor_within(flat: Tensor, name: str, dtype: str, shape: Sequence[int], sta
     return name, flat[start:end].view(getattr(torch, dtype)).view(shape)
 
 
-def commit(runner: Any, version: str) -> Held:
+def commit(runner: Any, version: str) -> dict[str, str]:
     """Rebuild the GEMM operands of the weights, and give the weights this version. Return the digests."""
     entries = state().weights.commit(version)
     capture_again(runner)
-    return Held(entries=entries)
+    return entries
 
 
 def map_base(runner: Any, address: str) -> int:
@@ -299,7 +299,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "load_bucket": load_bucket,
     "commit": commit,
     "map_base": map_base,
-    "manifest": lambda runner: Held(entries=state().weights.manifest()),
+    "manifest": lambda runner: state().weights.manifest(),
     "probe": lambda runner, recording: op_probe.answer(runner, Path(recording)),
     "formats": op_probe.formats,
     "report": report,

@@ -227,10 +227,11 @@ class EngineClient:
     async def weight_version(self) -> int:
         return int((await self._send("GET", "/model_info")).json()["weight_version"])
 
-    async def commit(self, version: int) -> protocol.Held:
-        """Rebuild the GEMM operands of the engine's weights, and set the weights' version. Return their digests."""
+    async def commit(self, version: int) -> dict[str, str]:
+        """Rebuild the GEMM operands of the engine's weights, and set the weights' version. Return the digests of the
+        weights by HF name, or `digest@version` of a quantized weight."""
         await self.admin("/update_weight_version", new_version=str(version), abort_all_requests=False)
-        return merged(await self._of_ranks(protocol.Held, "commit", version=str(version)))
+        return merged(await self._of_ranks(dict[str, str], "commit", version=str(version)))
 
     async def map_base(self, address: str) -> int:
         """Let the engine read weights at this address (`numerics.core.memory`). Return their size in bytes.
@@ -239,9 +240,9 @@ class EngineClient:
         """
         return await self._agreed(int, "map_base", address=address)
 
-    async def manifest(self) -> protocol.Held:
-        """Return the digests of the engine's weights."""
-        return merged(await self._of_ranks(protocol.Held, "manifest"))
+    async def manifest(self) -> dict[str, str]:
+        """Return the digests of the engine's weights, as `commit` does."""
+        return merged(await self._of_ranks(dict[str, str], "manifest"))
 
     async def probe(self, recording: Path) -> str:
         """Run the engine's ops on the trainer's recording, a file that both sides can read. The results are in the file
@@ -327,11 +328,11 @@ class EngineClient:
         return response
 
 
-def merged(answers: list[protocol.Held]) -> protocol.Held:
+def merged(answers: list[dict[str, str]]) -> dict[str, str]:
     """Merge the manifests of all ranks. Different digests of a tensor are joined to a text that equals no digest."""
     entries: dict[str, str] = {}
     for answer in answers:
-        for name, digest in answer.entries.items():
+        for name, digest in answer.items():
             known = entries.setdefault(name, digest)
             entries[name] = known if known == digest else f"{known} and {digest} on another rank"
-    return protocol.Held(entries=entries)
+    return entries

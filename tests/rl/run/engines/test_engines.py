@@ -28,7 +28,6 @@ from fp8rl.rl.run.events import Events
 from fp8rl.rollout import types
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine.engine import EngineActor
-from fp8rl.rollout.engine.protocol import Held
 from fp8rl.rollout.engine.server.client import Slept
 from fp8rl.rollout.types import Endpoint, EngineDiedError, EngineError, Group, SamplingParams, Trajectory
 from fp8rl.trainer.actor import TrainerDiedError
@@ -111,10 +110,10 @@ class Actor:
         await self._answer(self.finish.is_set)
         return [[-float(token) for token in sequence[1:]] for sequence in sequences]
 
-    async def _manifest(self) -> Held:
+    async def _manifest(self) -> dict[str, str]:
         while self.hangs:
             await asyncio.sleep(0.01)
-        return Held(entries=self.holds)
+        return self.holds
 
     async def _pulse(self) -> int:
         self.pulses += 1

@@ -17,7 +17,7 @@ from fp8rl.models import architecture
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.memory import HostMemory
 from fp8rl.rollout.engine.plugin import lifecycle, state
-from fp8rl.rollout.engine.protocol import Held, from_checksums, to_action
+from fp8rl.rollout.engine.protocol import from_checksums, to_action
 from fp8rl.weight_sync.manifest import Manifest, Recorder
 from tests.support.served_model import DEFINITION, SPEC, build, hf_tensors_served, load
 
@@ -62,7 +62,7 @@ def ask(call: str, **arguments: str) -> str:
 
 
 def held(call: str, **arguments: str) -> dict[str, str]:
-    return Held.model_validate_json(ask(call, **arguments)).entries
+    return dict(json.loads(ask(call, **arguments)))
 
 
 def manifest(version: str, tensors: dict[str, Tensor] = TENSORS) -> dict[str, str]:
