@@ -37,10 +37,6 @@ class BucketEntry:
     size: int
     """The tensor's size in bytes."""
 
-    def description(self) -> tuple[str, str, list[int]]:
-        """Return (HF name, torch's name of the dtype, shape), as messages to engines have them."""
-        return self.name, str(self.dtype).removeprefix("torch."), list(self.shape)
-
 
 @dataclasses.dataclass
 class Bucket:
@@ -69,6 +65,10 @@ class Bucket:
     def holds(self, tensor: Tensor) -> bool:
         """Return True if `allocate` made the tensor, and it is still contiguous in the bucket."""
         return tensor.is_contiguous() and tensor.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()
+
+    def contents(self) -> list[tuple[str, str, list[int], int]]:
+        """Return (HF name, torch's name of the dtype, shape, offset in bytes) of each tensor, for an engine."""
+        return [(each.name, str(each.dtype).removeprefix("torch."), [*each.shape], each.start) for each in self.entries]
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Add a tensor of this bucket to the tensors to send, under this name."""

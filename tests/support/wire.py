@@ -120,11 +120,11 @@ def flipped_on_disk(folder: Path, times: int = 1) -> Touch:
 
 
 def flipped_in_message(times: int = 1) -> Touch:
-    """Flip bits of the text that says where the tensors lie in a bucket; so often."""
+    """Flip a bit of the text that says where a tensor lies in a bucket, the last digit of its offset; so often."""
 
     def change(chunk: bytes) -> bytes:
-        places = {*range(chunk.index(b"tensors"), len(chunk), 400)}
-        return bytes(byte ^ (place in places) for place, byte in enumerate(chunk))
+        place = chunk.index(b"], [", chunk.index(b"tensors")) - 1
+        return chunk[:place] + bytes([chunk[place] ^ 1]) + chunk[place + 1 :]
 
     return _so_often(times, BUCKET, change)
 

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from fp8rl.models.tensors import WHOLE
-from fp8rl.numerics.core.memory import DeviceMemory
 from fp8rl.numerics.core.process import LOOPBACK
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.engine.plugin import lifecycle
@@ -27,10 +26,9 @@ from fp8rl.rollout.engine.server.arguments import server_environment
 from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import EngineError
 from fp8rl.trainer.actor import RANK_ENVIRONMENT
-from fp8rl.weight_sync.buckets import Packer
 from fp8rl.weight_sync.transports import distributed
 from fp8rl.weight_sync.transports.disk import DiskTransport
-from fp8rl.weight_sync.transports.distributed import DistributedTransport, contents
+from fp8rl.weight_sync.transports.distributed import DistributedTransport
 from fp8rl.weight_sync.transports.tensor import TensorTransport
 from tests.support.tiny_model import write_tiny_model
 
@@ -169,22 +167,13 @@ class Receiver(EngineClient):
             store = dist.PrefixStore(prefix, store)
         return dist.ProcessGroupGloo(store, rank, size, Receiver.patience)
 
-    async def admin(self, path: str, **body: Any) -> dict[str, Any]:
-        self.calls.append(f"update {body['flush_cache']}")
+    async def receive_bucket(self, group: str, size: int, tensors: Any) -> None:
+        self.calls.append("receive")
         if self.refuses:
-            raise EngineError(f"{path} answered 400: no")
-        tensors = zip(body["names"], body["dtypes"], body["shapes"], strict=True)
-        self.tensors |= await asyncio.to_thread(self._receive, tensors)
-        return {}
-
-    def _receive(self, tensors: Iterable[tuple[str, str, list[int]]]) -> dict[str, torch.Tensor]:
-        """`WeightUpdater._update_bucketed_weights_from_distributed`."""
-        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
-
-        empty = [(name, torch.empty(shape, dtype=getattr(torch, dtype))) for name, dtype, shape in tensors]
-        bucket = FlattenedTensorBucket(named_tensors=empty)
-        self.group.broadcast(bucket.get_flattened_tensor(), 0).wait()
-        return {name: tensor for name, tensor in bucket.reconstruct_tensors() if not name.endswith(".bias")}
+            raise EngineError("/weights_checker answered 400: no")
+        flat = torch.empty(size, dtype=torch.uint8)
+        await asyncio.to_thread(lambda: self.group.broadcast(flat, 0).wait())
+        self.tensors |= (lifecycle.tensor_within(flat, *tensor) for tensor in tensors)
 
     async def leave_weights_group(self, name: str) -> None:
         self.calls.append("leave")
@@ -195,23 +184,12 @@ def broadcast(receivers: list[Receiver], tensors: Iterable[Any]) -> None:
     asyncio.run(DistributedTransport(1 << 20).send(iter(tensors), receivers))  # type: ignore[arg-type]
 
 
-def test_contents_name_the_gaps() -> None:
-    packer = Packer(1000, DeviceMemory)
-    views = [packer.allocate((5,), dtype, CPU) for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float32)]
-    (bucket,) = packer.pack([("a", views[0]), ("c", views[2])])
-    gap = ("gap.bias", "uint8", [22])  # from byte 10 to 32: what was there was left out
-    assert contents(bucket) == [("a", "bfloat16", [5]), gap, ("c", "float32", [5])]
-    (bucket,) = packer.pack([("a", packer.allocate((2, 3), torch.bfloat16, CPU))])
-    packer.allocate((1,), torch.float32, CPU)
-    assert contents(bucket) == [("a", "bfloat16", [2, 3])]
-
-
 def test_an_engine_that_refuses_frees_the_others_and_leaves_no_group() -> None:
     receivers = [Receiver(), Receiver(refuses=True)]
     with pytest.raises(EngineError, match="answered 400"):
         broadcast(receivers, [("a", torch.ones(1 << 16))])
     assert [receiver.calls for receiver in receivers] == [
-        [f"join {rank}/3 gloo", "update False", "leave"] for rank in (1, 2)
+        [f"join {rank}/3 gloo", "receive", "leave"] for rank in (1, 2)
     ]
     fresh = Receiver()
     broadcast([fresh], [("a", torch.ones(3))])
@@ -237,4 +215,4 @@ def test_tensors_that_break_off_midway_leave_no_group() -> None:
     receiver = Receiver()
     with pytest.raises(OSError, match="cable"):
         broadcast([receiver], breaking())
-    assert receiver.calls == ["join 1/2 gloo", "update False", "leave"]
+    assert receiver.calls == ["join 1/2 gloo", "receive", "leave"]

@@ -164,8 +164,8 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 # Memory that several processes of a machine map.
 #
 # On a CPU no process can write to the memory once it is sealed. It has no name in a file system. So it is freed when
-# the last process that maps it ends, in whatever way, and it may be larger than /dev/shm. Processes that may inspect
-# the owner open it by its address. On a GPU the owner has the memory; others map it by CUDA IPC, and may write to it.
+# the last process has unmapped it or ended, in whatever way, and it may be larger than /dev/shm. Processes that may
+# inspect the owner open it by its address. On a GPU the owner has the memory; others map it by CUDA IPC, and may write.
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 _ON_GPU = "cuda:"

@@ -2,7 +2,7 @@
 
 SGLang passes the `action` of /weights_checker, a text, to the scheduler's process. It passes the scheduler's answer
 back, a mapping of text to text. A call (`plugin.lifecycle.CALLS`) is sent as the action: a prefix, then its name and
-arguments in JSON. Its answer is the only value of the mapping, in JSON.
+arguments in JSON. Its answer, in JSON, or the text of an error is the only value of the mapping.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pydantic_core import to_json
 from fp8rl.models.architecture import Role
 from fp8rl.numerics import kv
 from fp8rl.numerics.backend.implementation import Implementation
-from fp8rl.rollout.types import HandshakeError
+from fp8rl.rollout.types import EngineError, HandshakeError
 
 _PREFIX = "fp8rl:"
-_ANSWER = "answer"
+_ANSWER, _ERROR = "answer", "error"
 
 
 class Message(BaseModel):
@@ -98,12 +98,16 @@ def from_action(action: str) -> tuple[str, dict[str, Any]] | None:
 
 
 def to_checksums(answer: Any) -> dict[str, str]:
-    """Encode an answer as the mapping that SGLang passes back."""
+    """Encode an answer, or an error in its place, as the mapping that SGLang passes back."""
+    if isinstance(answer, Exception):
+        return {_ERROR: f"{type(answer).__name__}: {answer}"}
     return {_ANSWER: to_json(answer).decode()}
 
 
 def from_checksums(checksums: Mapping[str, str]) -> str:
-    """Return the JSON of an answer."""
+    """Return the JSON of an answer. Raises EngineError: it is an error."""
+    if (error := checksums.get(_ERROR)) is not None:
+        raise EngineError(f"the engine's plugin: {error}")
     return checksums[_ANSWER]
 
 

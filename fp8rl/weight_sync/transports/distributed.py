@@ -22,15 +22,12 @@ from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import EngineError
 from fp8rl.trainer import device
 from fp8rl.trainer.distributed.parallel import in_turn, open_store
-from fp8rl.weight_sync.buckets import Bucket, Named, Packer
+from fp8rl.weight_sync.buckets import Named, Packer
 
 TIMEOUT = timedelta(minutes=2)
 _QUEUE = "weights"
 """Name of the queue in which ranks send. An engine blocks in each broadcast until all engines take part in it, so all
 engines must serve the ranks in the same order."""
-GAP = "gap.bias"
-"""Name of a gap between tensors. SGLang expects the tensors of a message end to end, so a gap is sent as a tensor with
-the name of a bias. SGLang skips a bias that the model lacks."""
 
 
 class DistributedTransport:
@@ -54,23 +51,9 @@ class DistributedTransport:
                 with in_turn(_QUEUE):
                     await asyncio.gather(
                         asyncio.to_thread(_broadcast, bucket.flat[: bucket.used], group),
-                        *(e.update_weights_from_distributed(name, contents(bucket)) for e in engines),
+                        *(engine.receive_bucket(name, bucket.used, bucket.contents()) for engine in engines),
                     )
                 bucket = next(buckets, None)
-
-
-def contents(bucket: Bucket) -> list[tuple[str, str, list[int]]]:
-    """Return (name, dtype, shape) of each tensor and each gap in the used part of a bucket, in their order."""
-    listed: list[tuple[str, str, list[int]]] = []
-    position = 0
-    for entry in sorted(bucket.entries, key=lambda entry: entry.start):
-        if entry.start > position:
-            listed.append((GAP, "uint8", [entry.start - position]))
-        listed.append(entry.description())
-        position = entry.start + entry.size
-    if bucket.used > position:
-        listed.append((GAP, "uint8", [bucket.used - position]))
-    return listed
 
 
 @asynccontextmanager

@@ -42,7 +42,7 @@ class TensorTransport:
 
 async def _load(bucket: Bucket, engines: Sequence[EngineClient]) -> None:
     """Let every engine load a bucket. An engine answers when its copies are done."""
-    tensors = [(*entry.description(), entry.start) for entry in bucket.entries]
+    tensors = bucket.contents()
     # An address is good for one reader, so each rank of an engine gets one.
     await asyncio.gather(
         *(engine.load_bucket([bucket.memory.address() for _ in range(engine.ranks)], tensors) for engine in engines)

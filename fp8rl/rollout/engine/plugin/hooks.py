@@ -123,7 +123,6 @@ def _native(numerics: NumericsConfig, cuda: bool) -> Iterator[Hook]:
 
 
 _MEMORY = "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
-_UPDATER = "model_executor.model_runner_components.weight_updater.WeightUpdater."
 _EVERY_MODE: tuple[Hook, ...] = (
     # seeds of draws
     Hook(
@@ -143,16 +142,10 @@ _EVERY_MODE: tuple[Hook, ...] = (
         "forward_batch skip_attn_backend_init pp_proxy_tensors reinit_attn_backend split_forward_count",
     ),
     Hook(
-        _UPDATER + "update_weights_from_disk",
+        "model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_disk",
         "before",
         lifecycle.before_update,
         "model_path load_format weight_name_filter recapture_cuda_graph",
-    ),
-    Hook(
-        _UPDATER + "update_weights_from_distributed",
-        "before",
-        lifecycle.before_update,
-        "names dtypes shapes group_name load_format",
     ),
     Hook(
         "model_executor.model_runner.ModelRunner.check_weights",

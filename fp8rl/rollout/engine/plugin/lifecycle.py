@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
@@ -92,7 +93,7 @@ def before_forward(self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> 
 
 
 def before_update(*args: Any, **kwargs: Any) -> None:
-    """Before each function of SGLang that writes weights while it serves: note that the weights change."""
+    """Before whatever writes weights while the engine serves: note that the weights change."""
     state().weights.invalidate()
 
 
@@ -101,23 +102,36 @@ def check_weights(original: Any, self: Any, action: str, allow_quant_error: bool
     if (call := from_action(action)) is None:
         return original(self, action=action, allow_quant_error=allow_quant_error)
     name, arguments = call
-    answer = CALLS[name](self, **arguments)
+    try:
+        answer = to_checksums(CALLS[name](self, **arguments))
+    except Exception as error:  # the other ranks of the engine wait for this rank's answer
+        traceback.print_exc()
+        answer = to_checksums(error)
     engine = state().weights.rank
     parallelism = {"tp_rank": engine.rank, "tp_size": engine.ranks, "rank": engine.rank, "size": engine.ranks}
     parallelism |= {"dp_rank": 0, "dp_size": 1, "pp_rank": 0, "pp_size": 1}
-    return {"checksums": to_checksums(answer), "per_gpu_checksum": "", "parallelism_info": parallelism}
+    return {"checksums": answer, "per_gpu_checksum": "", "parallelism_info": parallelism}
 
 
 def load_bucket(runner: Any, addresses: Sequence[str], tensors: Sequence[Sequence[Any]]) -> None:
-    """Load tensors from the memory at this rank's address (`server.client.EngineClient.load_bucket`), and wait until
-    all copies are done, because the sender then fills the memory again."""
+    """Load tensors from the memory at this rank's address (`server.client.EngineClient.load_bucket`)."""
+    _load(runner, mapped(addresses[state().weights.rank.rank]), tensors)
+
+
+def receive_bucket(runner: Any, group: str, size: int, tensors: Sequence[Sequence[Any]]) -> None:
+    """Load tensors from a broadcast in a group (`server.client.EngineClient.receive_bucket`)."""
+    flat = torch.empty(size, dtype=torch.uint8, device=state().weights.device)
+    torch.distributed.broadcast(flat, 0, runner.weight_updater._model_update_group[group])
+    _load(runner, flat, tensors)
+
+
+def _load(runner: Any, flat: Tensor, tensors: Sequence[Sequence[Any]]) -> None:
+    """Load tensors of a bucket. Wait until all copies are done, because the sender then fills the bucket again."""
     before_update()
-    weights = state().weights
-    flat = mapped(addresses[weights.rank.rank])
     try:
         runner.model.load_weights(tensor_within(flat, *tensor) for tensor in tensors)
     finally:
-        torch.get_device_module(weights.device).synchronize()
+        torch.get_device_module(state().weights.device).synchronize()
 
 
 def tensor_within(flat: Tensor, name: str, dtype: str, shape: Sequence[int], start: int) -> tuple[str, Tensor]:
@@ -297,6 +311,7 @@ def process_input_requests(result: None, self: Any, recv_reqs: list[Any]) -> Non
 
 CALLS: dict[str, Callable[..., Any]] = {
     "load_bucket": load_bucket,
+    "receive_bucket": receive_bucket,
     "commit": commit,
     "map_base": map_base,
     "manifest": lambda runner: state().weights.manifest(),

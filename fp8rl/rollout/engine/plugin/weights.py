@@ -79,16 +79,15 @@ class ServedWeights:
                 own_memory(parameter)
         self._adapters = attach_adapters(model, definition, rank) if definition.adapter else {}
         check_table(model, definition)
-        self._spec, self._model, self.definition, self.rank = spec, model, definition, rank
+        self._spec, self._model, self.definition = spec, model, definition
+        self.rank, self.adapted_rows = rank, adapted_rows
         self.version: str | None = None
-        self.adapted_rows = adapted_rows
         self.moved = False
         """True if the parameters have other addresses than when CUDA graphs were captured."""
         self._released = False
         self._copies: Mapping[Tensor, CopiesOfKvB] = copies_in(model)
-        self._held: dict[Tensor, HeldParameter] = {
-            parameter: HeldParameter(mapped=name in of_base) for name, parameter in model.named_parameters()
-        }
+        named: dict[str, Tensor] = dict(model.named_parameters())
+        self._held = {parameter: HeldParameter(mapped=name in of_base) for name, parameter in named.items()}
         self.views: dict[Tensor, dict[tuple[str, ...], Tensor]] = {}
         """The tensors of the checkpoint in each parameter: stacks [n, ...], by the labels of their n tensors."""
         self._places: dict[str, tuple[Tensor, int]] = {}
@@ -204,9 +203,8 @@ class ServedWeights:
         if whole:
             self._make_operands(whole)
             for parameter, digests in self._digests(whole).items():
-                held = self._held[parameter]
-                held.digests = digests
-                held.arrived.clear()
+                self._held[parameter].digests = digests
+                self._held[parameter].arrived.clear()
 
     def commit(self, version: str) -> dict[str, str]:
         """Refresh everything derived from the parameters, set the version, and return the manifest.

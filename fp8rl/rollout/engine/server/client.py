@@ -189,10 +189,14 @@ class EngineClient:
         be overwritten. tensors: (HF name, torch's name of the dtype, shape, offset in bytes) of each."""
         await self._ask_plugin("load_bucket", addresses=addresses, tensors=tensors)
 
+    async def receive_bucket(self, group: str, size: int, tensors: Sequence[tuple[Any, ...]]) -> None:
+        """Load tensors from `size` bytes that rank 0 of a group broadcasts (`join_weights_group`, `load_bucket`)."""
+        await self._ask_plugin("receive_bucket", group=group, size=size, tensors=tensors)
+
     async def update_weights_from_disk(self, model_path: str | Path) -> None:
-        """Load the safetensors of a model directory."""
+        """Load a model directory. The cache (`pause`) and the version (`commit`) stay as they are."""
         # `auto` is not the format of the start, which may have been without weights.
-        await self._update("/update_weights_from_disk", "auto", model_path=str(model_path))
+        await self.admin("/update_weights_from_disk", model_path=str(model_path), load_format="auto", flush_cache=False)
 
     async def join_weights_group(
         self, name: str, address: str, port: int, rank: int, world_size: int, backend: str
@@ -207,18 +211,6 @@ class EngineClient:
             world_size=world_size,
             backend=backend,
         )
-
-    async def update_weights_from_distributed(self, name: str, tensors: Sequence[tuple[Any, ...]]) -> None:
-        """Let the server receive a broadcast from rank 0 of the group `name`, and load its tensors.
-
-        tensors: (HF name, torch's name of the dtype, shape) of each. All are broadcast end to end as one uint8 tensor.
-        """
-        sent = dict(zip(("names", "dtypes", "shapes"), zip(*tensors)))
-        await self._update("/update_weights_from_distributed", "flattened_bucket", group_name=name, **sent)
-
-    async def _update(self, path: str, load_format: str, **body: Any) -> None:
-        """Let the server load weights, and leave its cache and its version as they are (`pause`, `commit`)."""
-        await self.admin(path, load_format=load_format, flush_cache=False, **body)
 
     async def leave_weights_group(self, name: str) -> None:
         """Undo `join_weights_group`."""
@@ -284,8 +276,7 @@ class EngineClient:
 
     async def _of_ranks(self, kind: type[Answer], call: str, **arguments: Any) -> list[Answer]:
         """Return the answer of each rank's plugin, parsed as `kind`. Raises EngineError as `_ask_plugin` does."""
-        of_kind = TypeAdapter(kind)
-        return [of_kind.validate_json(answer) for answer in await self._ask_plugin(call, **arguments)]
+        return [TypeAdapter(kind).validate_json(answer) for answer in await self._ask_plugin(call, **arguments)]
 
     async def _agreed(self, kind: type[Answer], call: str, **arguments: Any) -> Answer:
         """Return the plugin's answer, parsed as `kind`. Raises EngineError also if the answers of ranks differ."""

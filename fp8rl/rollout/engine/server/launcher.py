@@ -32,9 +32,8 @@ WATCH_S = 0.5
 """Seconds between two checks of whether the server runs. The end of its owner is noticed at once."""
 ENDPOINTS = {
     "/generate", "/model_info", "/pause_generation", "/continue_generation", "/flush_cache", "/weights_checker",
-    "/update_weight_version", "/update_weights_from_disk", "/update_weights_from_distributed",
-    "/init_weights_update_group", "/destroy_weights_update_group", "/freeze_gc", "/v1/loads",
-    "/release_memory_occupation", "/resume_memory_occupation",
+    "/update_weight_version", "/update_weights_from_disk", "/init_weights_update_group", "/v1/loads", "/freeze_gc",
+    "/destroy_weights_update_group", "/release_memory_occupation", "/resume_memory_occupation",
 }  # fmt: skip
 """The endpoints that `server.client` uses, and /freeze_gc, which SGLang itself calls at the end of a start. After this
 call the garbage collector skips the objects of imports, which would take 0.3 s in each flush of a sync."""

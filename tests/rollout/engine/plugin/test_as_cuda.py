@@ -68,7 +68,7 @@ def test_every_hook_finds_its_target_on_cuda(found: Any) -> None:
     found = found["hooks"]
     assert found["cuda"] and found["problems"] == []
     exact = [found["hooks"][f"exact fp8_block_pow2 {each}"] for each in ("fp8", "bf16")]
-    assert found["paths"] >= 24 and min(exact) >= 15
+    assert found["paths"] >= 23 and min(exact) >= 15
 
 
 @pytest.mark.parametrize("name", [*TRAINED, *MADE, *(f"{each} fp8" for each in IN_FP8)])

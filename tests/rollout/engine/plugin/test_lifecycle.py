@@ -18,6 +18,7 @@ from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.memory import HostMemory
 from fp8rl.rollout.engine.plugin import lifecycle, state
 from fp8rl.rollout.engine.protocol import from_checksums, to_action
+from fp8rl.rollout.types import EngineError
 from fp8rl.weight_sync.manifest import Manifest, Recorder
 from tests.support.served_model import DEFINITION, SPEC, build, hf_tensors_served, load
 
@@ -53,7 +54,7 @@ def sglang(action: str) -> Any:
     return lifecycle.check_weights(lambda *args, **kwargs: ("stock", kwargs), runner, action=action)
 
 
-def ask(call: str, **arguments: str) -> str:
+def ask(call: str, **arguments: Any) -> str:
     """The JSON of the plugin's answer, after the way that it takes through SGLang."""
     import msgspec
     from sglang.srt.managers.io_struct import ChecksumInfo
@@ -69,6 +70,11 @@ def manifest(version: str, tensors: dict[str, Tensor] = TENSORS) -> dict[str, st
     recorder = Recorder(DEFINITION.tensors)
     list(recorder.watch(tensors.items()))
     return Manifest.merged(int(version), SPEC, [recorder.sent()]).entries
+
+
+def test_a_call_that_fails_is_answered_because_other_ranks_wait_for_the_answer() -> None:
+    with pytest.raises(EngineError, match="the engine's plugin: FileNotFoundError: .* No such file .*/proc/0/fd/0"):
+        ask("load_bucket", addresses=["/proc/0/fd/0"], tensors=[])
 
 
 def test_an_update_takes_the_version_away_and_no_forward_runs_before_a_commit_gives_the_next() -> None:
