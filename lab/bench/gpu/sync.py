@@ -179,11 +179,8 @@ def _pack(
 def _copy(buckets: Iterator[Bucket], served: dict[str, Tensor]) -> None:
     """Copy each tensor to where it is served from, as an engine does."""
     for bucket in buckets:
-        parts = [
-            bucket.flat[entry.start : entry.start + entry.size].view(entry.dtype).view(entry.shape)
-            for entry in bucket.entries
-        ]
-        copy_all([served[entry.name] for entry in bucket.entries], parts)
+        sent = dict(tensor_within(bucket.flat, *tensor) for tensor in bucket.contents())
+        copy_all([served[name] for name in sent], list(sent.values()))
 
 
 def _all(buckets: Iterator[Bucket]) -> None:
