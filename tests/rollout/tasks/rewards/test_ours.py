@@ -21,6 +21,7 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassificat
 
 from fp8rl.rollout.engine.server.launcher import _import_one_model_only
 from fp8rl.rollout.engine.server.processes import claim_port
+from fp8rl.rollout.engine.server.scratch import remove_scratch
 from fp8rl.rollout.tasks.rewards import RewardSection, load_function
 from fp8rl.rollout.tasks.rewards.builtin import format, integer, length
 from tests.support.paths import EXAMPLES
@@ -80,14 +81,16 @@ def test_a_reward_model_behind_sglang_says_what_transformers_says(reward_model: 
     assert said == pytest.approx(expected, abs=1e-4) and max(said) - min(said) > 1
 
 
-# `python -m sglang.launch_server`, whose processes need not import it three times.
+# `python -m sglang.launch_server`, whose processes need not import it three times, and whose shared memory has the name
+# of its scratch directory.
 FORKING = """
 import runpy
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-from fp8rl.rollout.engine.server.launcher import _fork
+from fp8rl.rollout.engine.server.launcher import _fork, _name_shared_memory
 
 HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork, HookType.AFTER)
+HookRegistry.register("sglang.srt.server_args.PortArgs.init_new", _name_shared_memory, HookType.AFTER)
 load_plugins()
 runpy.run_module("sglang.launch_server", run_name="__main__")
 """
@@ -117,6 +120,7 @@ def sglang_serves(model: Path, scratch: Path) -> Iterator[str]:
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        remove_scratch(scratch)
 
 
 def answers(url: str) -> bool:
