@@ -14,7 +14,6 @@ from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.checkpoint.peft import digest_of_all
 from fp8rl.models.tensors import TensorRow
 from fp8rl.numerics import ops
-from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.core.memory import batches_by_bytes
 from fp8rl.numerics.core.process import all_gathered, exhaust
 from fp8rl.numerics.digest import tensor_digests
@@ -45,8 +44,6 @@ def attach(
     A starts with the values of `initial_a`, and B with zeros, so that at first adapters change no result.
 
     start: initial tensors to use instead, by name.
-
-    Raises UserError: a weight needs an adapter, but its module cannot compute adapters.
     """
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(stays(name))
@@ -58,10 +55,6 @@ def attach(
         names = [whole(name) for name, _ in matrices(f"{path}.weight", weight)]
         if not any(config.adapts(row) for row in weights.rows_of(names[0])):
             continue
-        if not getattr(module, "computes_adapters", False):
-            found = f"{names[0]} in a {type(module).__name__}, which computes no adapter"
-            remedy = "Set numerics.mode=exact, or leave this matrix out of adapter.targets."
-            raise user_error("adapter", found, "products by the shared ops", remedy)
         adapter = _made(weight, names, weights, config, seed, model.config.sequence_parallel, start)
         module.register_parameter("lora_a", adapter.a)
         module.register_parameter("lora_b", adapter.b)

@@ -108,7 +108,6 @@ class Product(Held):
     split K, each computes an equal number of slices, one after the other. So all layouts give the same bits.
     """
 
-    computes_adapters = True
     adapter: Adapter | None = None
     kind: str | None = None
     axis: int | None = None
@@ -174,7 +173,6 @@ class StackedWeights(Held):
     Tensor-parallel ranks do not split an expert (expert_tensor_parallel_size is 1). kind: as in `TensorRow`.
     """
 
-    computes_adapters = True
     adapter: Adapter | None = None
     kind: str | None = None
     weight: nn.Parameter

@@ -18,7 +18,6 @@ from fp8rl.models.checkpoint.stored import WeightFiles
 from fp8rl.models.checkpoint.writing import copy_beside_weights, write_directory
 from fp8rl.models.shared_base import SharedBase
 from fp8rl.models.tensors import TensorRow
-from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.core.memory import own_memory
 from fp8rl.numerics.core.process import all_gathered, exhaust, rank, together
 from fp8rl.numerics.quantize import NamedWeight, QuantizedTensor
@@ -48,9 +47,6 @@ class HFWeights(Exporter):
     @torch.no_grad()
     def load(self, model: GPTModel, names: Collection[str] | None = None) -> None:
         """Fill the model from the directory's safetensors files. names: fill only these parameters."""
-        if not any(self.path.glob("*.safetensors")):
-            remedy = "Download the weights, or convert them to safetensors."
-            raise user_error("model.path", str(self.path), "a model directory with *.safetensors weights", remedy)
         files, whole = stored_files(self.path), self.whole(model)
         for name, parameter in self._held(model):
             if names is not None and name not in names:
