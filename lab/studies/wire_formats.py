@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from fp8rl.numerics.core.process import all_gathered
 from fp8rl.rl.algorithms.sft import SftObjective
 from fp8rl.trainer.config import GradientWire, WeightGather
+from fp8rl.trainer.inventory import transfers
 from lab.studies.harness import figures, live
 from lab.studies.harness.claims import claims_of
 from lab.studies.harness.lab import Lab, on_ranks
@@ -82,30 +83,44 @@ def _on_rank(
 
 def _row(layout: Layout, arm: Arm, seed: int, quick: bool, gradients: Sequence[Local]) -> dict[str, float]:
     config = RATE.model_copy(update={"dp": RANKS, "gradient_wire": arm.gradients, "weight_gather": arm.weights})
-    counter = _Counted()
-    learner = TrainedArm(config=config, after_step=counter, change=None if arm.scaled else unscaled)
+    counter = _Counted(layout.rank, arm)
+    learner = TrainedArm(config=config, after_step=counter, change=counter.listening)
     done = taught(learner, seed, quick, layout, _shared_nll)
     error = {"relative_error": 0.0, "turned": 0.0}
     if arm.gradients != "fp32":
-        with unscaled() if not arm.scaled else _as_it_is():
+        with unscaled() if not arm.scaled else nullcontext():
             error = _errors(gradients, arm.gradients)
     return {"nll": done.nll, "steps": len(done.losses), **done.noted, **error}
 
 
 class _Counted:
-    """Notes the bytes that each step has sent."""
+    """Notes the bytes that this rank has sent in each step, as in a ring: of each sum and each gather, all except one
+    part of the buffer."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int, arm: Arm) -> None:
+        self._rank, self._arm = rank, arm
         self.noted: dict[str, list[float]] = {"gradient_bytes": [], "weight_bytes": []}
 
+    @contextmanager
+    def listening(self, trainer: Trainer) -> Iterator[None]:
+        with unscaled() if not self._arm.scaled else nullcontext(), transfers() as self._heard:
+            yield
+
     def __call__(self, trainer: Trainer) -> None:
-        for metric, sent in (("gradient_bytes", "gradients"), ("weight_bytes", "weights")):
-            total = getattr(trainer.optimizer.traffic, sent)
-            self.noted[metric].append(total - sum(self.noted[metric]))
+        def sent(*collectives: str) -> list[int]:
+            return [one.bytes for one in self._heard if one.collective.startswith(collectives)]
+
+        gradients, largest_of_blocks = sent("reduce_scatter", "alltoall"), sent("allreduce")
+        # The ranks broadcast their parts of a buffer one after the other.
+        weights = sent("allgather_into_tensor") + sent("broadcast")[self._rank :: RANKS]
+        others = RANKS - 1
+        self.noted["gradient_bytes"].append(sum(gradients) * others / RANKS)
+        self.noted["weight_bytes"].append(sum(weights) * others + sum(largest_of_blocks) * 2 * others / RANKS)
+        self._heard.clear()
 
 
 @contextmanager
-def unscaled(trainer: Trainer | None = None) -> Iterator[None]:
+def unscaled() -> Iterator[None]:
     """Gradients in FP8 are cast as they are: a static range of 448 is a scale of 1."""
     from fp8rl.trainer.distributed.wires import SPECS
 
@@ -115,11 +130,6 @@ def unscaled(trainer: Trainer | None = None) -> Iterator[None]:
         yield
     finally:
         SPECS.update(kept)
-
-
-@contextmanager
-def _as_it_is() -> Iterator[None]:
-    yield
 
 
 def _shared_nll(trainer: Trainer, batch: TokenBatch) -> float:
@@ -158,7 +168,7 @@ def _errors(gradients: Sequence[Local], wire: Any) -> dict[str, float]:
         exact = torch.empty_like(flat, dtype=torch.float64)
         dist.all_to_all_single(exact, flat.double(), group=ranks)
         exact = exact.view(RANKS, -1).sum(0)
-        found = reduce_scatter(flat, wire, ranks)[0].double()
+        found = reduce_scatter(flat, wire, ranks).double()
         dots = ((found - exact).square(), exact.square(), found.square(), found * exact)
         totals += torch.stack([dot.sum() for dot in dots])
     dist.all_reduce(totals)

@@ -21,6 +21,7 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from fp8rl.numerics.core.process import all_gathered
@@ -38,8 +39,8 @@ class Optimizer:
     """AdamW for one model, on FP32 masters that are sharded over the data-parallel ranks. Norms have no weight decay.
 
     Gradients are summed over micro-batches and data-parallel ranks in FP32. They are not averaged, because the
-    objective has divided by its own denominators. `traffic` counts the bytes that this rank has sent to other
-    data-parallel ranks. `host_copy` offloads masters and moments while engines need the device.
+    objective has divided by its own denominators. `host_copy` offloads masters and moments while engines need the
+    device.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Optimizer:
     ) -> None:
         """experts: the experts' parameters. in_fp8: returns the parameters to gather in FP8. Called at each gather."""
         self.model = wrap(model, lowering, experts)
-        self.traffic = wires.install(self.model, config.gradient_wire, in_fp8)
+        wires.install(self.model, config.gradient_wire, in_fp8)
         self._config = config
         optimizer_config = OptimizerConfig(
             lr=config.lr,
@@ -114,7 +115,10 @@ class Optimizer:
         # The schedule counts the step about to be taken, so that the first one does not have a rate of zero.
         self.schedule.step(1)
         with _threads(self._threads):
-            self.inner.step_with_ready_grads()
+            for optimizer in self.inner.chained_optimizers:
+                # Megatron's own method would gather all weights after each optimizer's step, here once for experts.
+                MixedPrecisionOptimizer.step_with_ready_grads(optimizer)
+            self.model.start_param_sync()
         return self.lr
 
     @torch.no_grad()

@@ -41,23 +41,11 @@ InFp8 = Callable[[], Mapping[nn.Parameter, TensorSpec]]
 """Returns the parameters to send as FP8 codes now, each with its spec."""
 
 
-@dataclass
-class Traffic:
-    """Bytes that this rank has sent to other data-parallel ranks since the start, counted as in a ring algorithm."""
-
-    gradients: int = 0
-    """Bytes of gradients. Each sum of a buffer counts (ranks - 1) parts of the buffer."""
-    weights: int = 0
-    """Bytes of weights. Each gather of a buffer counts (ranks - 1) parts of the buffer."""
-
-
-def install(model: DistributedDataParallel, wire: GradientWire, in_fp8: InFp8) -> Traffic:
-    """Make a wrapped model send gradients as `wire`, and the weights of `in_fp8` in FP8. Return the byte counter."""
-    traffic = Traffic()
+def install(model: DistributedDataParallel, wire: GradientWire, in_fp8: InFp8) -> None:
+    """Make a wrapped model send gradients as `wire`, and the weights of `in_fp8` in FP8."""
     for group in (*model.bucket_groups, *model.expert_parallel_bucket_groups):
         become(group, BucketGroup)
-        group.wire, group.in_fp8, group.traffic = wire, in_fp8, traffic
-    return traffic
+        group.wire, group.in_fp8 = wire, in_fp8
 
 
 class BucketGroup(_ParamAndGradBucketGroup):
@@ -65,54 +53,50 @@ class BucketGroup(_ParamAndGradBucketGroup):
 
     wire: GradientWire
     in_fp8: InFp8
-    traffic: Traffic
 
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         ranks = self.intra_distributed_optimizer_instance_group
         if self.wire == "fp32" or ranks.size() == 1:
             note("gradient.wire", *(bucket.grad_data for bucket in self.buckets))
-            self.traffic.gradients += sum(_sent(bucket.grad_data.nbytes, ranks) for bucket in self.buckets)
             super().start_grad_sync(force_all_reduce)
             return
         for bucket in self.buckets:
             assert bucket.gradient_scaling_factor == 1.0, "the objective has its own denominators"
-            total, sent = reduce_scatter(bucket.grad_data, self.wire, ranks)
-            shard_buffer(bucket.grad_data, ranks.size())[ranks.rank()].copy_(total)
-            self.traffic.gradients += sent
+            own_part = shard_buffer(bucket.grad_data, ranks.size())[ranks.rank()]
+            own_part.copy_(reduce_scatter(bucket.grad_data, self.wire, ranks))
 
     def start_param_sync(self, force_sync: bool = False) -> None:
         ranks = self.intra_distributed_optimizer_instance_group
         in_fp8 = self.in_fp8() if ranks.size() > 1 else {}
         if not any(parameter in in_fp8 for parameter in self.params):
             note("wire.weights", *(bucket.param_data for bucket in self.buckets))
-            self.traffic.weights += sum(_sent(bucket.param_data.nbytes, ranks) for bucket in self.buckets)
             super().start_param_sync(force_sync)
             return
         for bucket in self.buckets:
             chosen = [(parameter, in_fp8[parameter]) for parameter in bucket.params_list if parameter in in_fp8]
-            self.traffic.weights += gather_weights(bucket.param_data, chosen, ranks)
+            gather_weights(bucket.param_data, chosen, ranks)
 
 
-def reduce_scatter(gradients: Tensor, wire: Narrow, ranks: dist.ProcessGroup) -> tuple[Tensor, int]:
-    """Return this rank's part of the sum over all ranks, FP32 [n], and the number of bytes that the rank has sent.
+def reduce_scatter(gradients: Tensor, wire: Narrow, ranks: dist.ProcessGroup) -> Tensor:
+    """Return this rank's part of the sum over all ranks, FP32 [n].
 
     gradients: FP32 [ranks * n]. Every part is rounded, also the rank's own. So the sum does not depend on which rank
     computes it. In FP8, a number that is not finite becomes NaN, because saturation would hide it.
     """
     parts = gradients.view(ranks.size(), -1)
     if wire == "bf16":
-        payloads = [parts.bfloat16()]
-        values = _exchanged(payloads[0], ranks).float()
+        payload = parts.bfloat16()
+        values = _exchanged(payload, ranks).float()
     else:
         quantized = quantize(torch.where(parts.isfinite(), parts, math.nan), SPECS[wire])
-        payloads = [quantized.data, quantized.scale_inv.contiguous()]
-        codes, scale_inv = (_exchanged(payload, ranks) for payload in payloads)
+        payload = quantized.data
+        codes, scale_inv = _exchanged(payload, ranks), _exchanged(quantized.scale_inv.contiguous(), ranks)
         values = QuantizedTensor(codes, scale_inv, quantized.spec).dequantize()
-    note("gradient.wire", payloads[0])
+    note("gradient.wire", payload)
     total = values[0]
     for other in values[1:]:
         total = total + other
-    return total, sum(_sent(payload.nbytes, ranks) for payload in payloads)
+    return total
 
 
 def _exchanged(payload: Tensor, ranks: dist.ProcessGroup) -> Tensor:
@@ -120,11 +104,6 @@ def _exchanged(payload: Tensor, ranks: dist.ProcessGroup) -> Tensor:
     received = torch.empty_like(payload)
     dist.all_to_all_single(received.view(torch.uint8), payload.view(torch.uint8), group=ranks)
     return received
-
-
-def _sent(nbytes: int, ranks: dist.ProcessGroup) -> int:
-    """Return how many bytes of a buffer a rank sends: all except one part."""
-    return nbytes * (ranks.size() - 1) // ranks.size()
 
 
 @dataclass(frozen=True)
@@ -143,8 +122,8 @@ class _Weight:
 
 
 @torch.no_grad()
-def gather_weights(buffer: Tensor, in_fp8: Iterable[tuple[nn.Parameter, TensorSpec]], ranks: dist.ProcessGroup) -> int:
-    """Fill `buffer` [ranks * n] with the parts that the ranks have updated. Return how many bytes this rank has sent.
+def gather_weights(buffer: Tensor, in_fp8: Iterable[tuple[nn.Parameter, TensorSpec]], ranks: dist.ProcessGroup) -> None:
+    """Fill `buffer` [ranks * n] with the parts that the ranks have updated.
 
     in_fp8: the parameters [N, K] or [experts, N, K], views of the buffer, to send as FP8 codes, and their specs.
     """
@@ -155,7 +134,7 @@ def gather_weights(buffer: Tensor, in_fp8: Iterable[tuple[nn.Parameter, TensorSp
     size = buffer.numel() // ranks.size()
     parts = [(rank * size, (rank + 1) * size) for rank in range(ranks.size())]
     updated = parts[ranks.rank()]
-    amaxes, sent = _agree_on_amaxes(weights, updated, ranks)
+    amaxes = _agree_on_amaxes(weights, updated, ranks)
     codes = [torch.empty(weight.data.shape, dtype=weight.spec.dtype, device=weight.data.device) for weight in weights]
     for weight, amax, whole in zip(weights, amaxes, codes, strict=True):
         mine = weight.within(updated)
@@ -163,15 +142,14 @@ def gather_weights(buffer: Tensor, in_fp8: Iterable[tuple[nn.Parameter, TensorSp
             data = quantize_by(_only(weight, mine), weight.spec, amax).data
             whole.view(-1)[mine] = data.view(-1)[mine]
     note("wire.weights", *codes)
-    sent += _exchange(buffer, weights, codes, parts, ranks)
+    _exchange(buffer, weights, codes, parts, ranks)
     for weight, amax, whole in zip(weights, amaxes, codes, strict=True):
         scale = scale_from_amax(amax, weight.spec.dtype, weight.spec.scale, weight.data.dtype)
         QuantizedTensor(whole, 1.0 / scale, weight.spec).dequantize(out=weight.data)
-    return sent
 
 
-def _agree_on_amaxes(weights: Sequence[_Weight], own: Part, ranks: dist.ProcessGroup) -> tuple[list[Tensor], int]:
-    """Return the largest value of each block of each weight over all ranks, and how many bytes this rank has sent.
+def _agree_on_amaxes(weights: Sequence[_Weight], own: Part, ranks: dist.ProcessGroup) -> list[Tensor]:
+    """Return the largest value of each block of each weight over all ranks.
 
     own: the part of the buffer that this rank has updated.
     """
@@ -186,15 +164,13 @@ def _agree_on_amaxes(weights: Sequence[_Weight], own: Part, ranks: dist.ProcessG
     agreed = torch.cat([amax.flatten() for amax in parted])
     dist.all_reduce(agreed, dist.ReduceOp.MAX, group=ranks)
     flat = agreed.split([amax.numel() for amax in parted])
-    amaxes = [whole.view(amax.shape) for whole, amax in zip(flat, parted, strict=True)]
-    return amaxes, agreed.nbytes * 2 * (ranks.size() - 1) // ranks.size()
+    return [whole.view(amax.shape) for whole, amax in zip(flat, parted, strict=True)]
 
 
 def _exchange(
     buffer: Tensor, weights: Sequence[_Weight], codes: Sequence[Tensor], parts: Sequence[Part], ranks: dist.ProcessGroup
-) -> int:
-    """Exchange the codes, and the elements of the buffer that are sent unchanged, so that all ranks have all of them.
-    Return how many bytes this rank has sent."""
+) -> None:
+    """Exchange the codes, and the elements of the buffer that are sent unchanged. Then all ranks have all of them."""
     starts, stops = [weight.start for weight in weights], [weight.start + weight.data.numel() for weight in weights]
     gaps = [gap for gap in zip([0, *stops], [*starts, buffer.numel()], strict=True) if gap[0] < gap[1]]
 
@@ -211,7 +187,6 @@ def _exchange(
         places = pieces(part)
         for place, received in zip(places, message.split([len(place) for place in places]), strict=True):
             place.copy_(received)
-    return messages[ranks.rank()].nbytes * (ranks.size() - 1)
 
 
 def _only(weight: _Weight, elements: slice) -> Tensor:

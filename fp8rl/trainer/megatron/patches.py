@@ -273,7 +273,7 @@ OVERRIDES: tuple[Override, ...] = (
             f"{_CORE}distributed.param_and_grad_buffer._ParamAndGradBucketGroup.{method}",
             parameter,
             "fp8rl.trainer.distributed.wires.BucketGroup",
-            "gradients and weights travel in the formats of the spec, and are counted; Megatron names the class itself",
+            "gradients and weights travel in the formats of the spec; Megatron names the class itself",
         )
         for method, parameter in (("start_grad_sync", "force_all_reduce"), ("start_param_sync", "force_sync"))
     ),
