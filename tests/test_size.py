@@ -7,13 +7,13 @@ from tests.support.paths import ROOT
 LINES = {
     "numerics": 10_683,
     "models": 5_323,
-    "trainer": 8_322,
+    "trainer": 8_300,
     "rollout": 7_728,
     "weight_sync": 1_350,
     "rl": 12_845,
     "diagnose": 3_846,
     "cli": 1_712,
-    "tests": 41_667,
+    "tests": 41_666,
 }
 """Lines of Python files, blank ones and comments too. `cli` is what lies in fp8rl/ beside the packages.
 

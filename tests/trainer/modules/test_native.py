@@ -7,13 +7,16 @@ import inspect
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from fp8rl.numerics import ops
 from fp8rl.numerics.core.errors import UserError
+from fp8rl.numerics.ops.linear import multiplies_bf16
 from fp8rl.trainer.config import TrainerSection
+from fp8rl.trainer.modules import native
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import EXPERTS
 from tests.support.ranks import run_on_ranks
@@ -30,11 +33,25 @@ LAYOUT = {"tp": 2, "ep": 2}
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_every_op_but_the_fp8_products_is_megatrons(precision, moe_path, dense_path, make_trainer, monkeypatch) -> None:
     trainers = [make_trainer(path, precision, mode="native") for path in (moe_path, dense_path)]
+    slow = not multiplies_bf16("cpu")
     for name, _ in inspect.getmembers(ops, inspect.isfunction):
-        if name not in ("fp8_linear", "token_logprobs", "trained_operand", "weight_operand"):
+        if name not in ("fp8_linear", "token_logprobs", "trained_operand", "weight_operand", *["linear"] * slow):
             monkeypatch.setattr(ops, name, None)
     for trainer in trainers:
         assert trainer.score(random_batch())[1].abs().mean() > 1
+
+
+def test_bf16_products_are_megatrons_but_for_rounding_where_torch_has_slow_ones(moe_path, make_trainer, monkeypatch):
+    batch, linear, found = random_batch(), mock.Mock(wraps=ops.linear), []
+    monkeypatch.setattr(ops, "linear", linear)
+    for fast in (True, False):
+        monkeypatch.setattr(native, "multiplies_bf16", lambda device, fast=fast: fast)
+        trainer = make_trainer(moe_path, "bf16", mode="native")
+        found.append(trainer.forward_backward(batch, cross_entropy(batch)).result)
+        assert linear.called is not fast
+    theirs, ours = found
+    assert (ours.logprobs - theirs.logprobs).abs().mean() < 0.02
+    assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=0.02)
 
 
 @pytest.mark.parametrize("kind", ["moe", "dense"])

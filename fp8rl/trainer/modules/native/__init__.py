@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -24,7 +25,9 @@ from torch import Tensor, nn
 from fp8rl.models.architecture import Model
 from fp8rl.models.families import Family
 from fp8rl.models.sizes import ModelSizes
+from fp8rl.numerics import ops
 from fp8rl.numerics.core.errors import user_error
+from fp8rl.numerics.ops.linear import multiplies_bf16
 from fp8rl.trainer.modules import exact
 from fp8rl.trainer.modules.precision import LayerPrecision
 from fp8rl.trainer.modules.weights import norm_parameter, tag_split
@@ -148,6 +151,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tens
 # Megatron's column- and row-parallel linear layers, with the local product in FP8 where the spec wants it.
 
 
+def own_product(
+    precision: LayerPrecision, kind: str | None, device: torch.device
+) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """Return the function of x [..., K] and a weight [N, K] that computes their product. None: Megatron computes it.
+
+    Without AVX-512, torch's products of BF16 matrices are plain loops: a training step took four times as long.
+    """
+    if precision.quantizes(kind):
+        return precision.fp8_linear
+    return None if multiplies_bf16(device.type) else ops.linear
+
+
 class ColumnLinear(ColumnParallelLinear):
     """A product whose output features are split over the tensor-parallel ranks."""
 
@@ -157,13 +172,14 @@ class ColumnLinear(ColumnParallelLinear):
         tag_split(self.weight, 0)
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **context: Any) -> Tensor:
-        if not self.precision.quantizes(self.kind):
+        own = own_product(self.precision, self.kind, input.device)
+        if own is None:
             return super()._forward_impl(input, weight, *args, **context)
         if context["sequence_parallel"]:
             input = gather_from_sequence_parallel_region(
                 input, tensor_parallel_output_grad=True, group=context["tp_group"]
             )
-        product = self.precision.fp8_linear(input, weight)
+        product = own(input, weight)
         return product if self.bias is None else product + self.bias
 
 
@@ -189,6 +205,5 @@ class RowLinear(RowParallelLinear):
         tag_split(self.weight, 1)
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **context: Any) -> Tensor:
-        if self.precision.quantizes(self.kind):
-            return self.precision.fp8_linear(input, weight)
-        return super()._forward_impl(input, weight, *args, **context)
+        own = own_product(self.precision, self.kind, input.device)
+        return super()._forward_impl(input, weight, *args, **context) if own is None else own(input, weight)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fp8rl.models.families.latent import Latent
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.numerics.ops.rope import Yarn
-from fp8rl.trainer.modules.native import Fields, Layer, MegatronFamily
+from fp8rl.trainer.modules.native import Fields, Layer, MegatronFamily, own_product
 from fp8rl.trainer.modules.precision import LayerPrecision
 from fp8rl.trainer.modules.weights import empty_weight
 
@@ -43,9 +43,8 @@ class NarrowLinear(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """[..., K] -> ([..., N], no bias)"""
-        if self.precision.quantizes(self.kind):
-            return self.precision.fp8_linear(x, self.weight), None
-        return F.linear(x, self.weight), None
+        own = own_product(self.precision, self.kind, x.device) or F.linear
+        return own(x, self.weight), None
 
 
 class WholeNarrow(MLASelfAttention):

@@ -26,7 +26,7 @@ from fp8rl.models.sizes import ModelSizes
 from fp8rl.numerics.ops.experts import kept_scores, rows_of_pairs, sum_in_order
 from fp8rl.numerics.ops.grouped import grouped_linear
 from fp8rl.trainer.modules.exact import StackedWeights
-from fp8rl.trainer.modules.native import Fields, Layer, MegatronFamily, with_precision
+from fp8rl.trainer.modules.native import Fields, Layer, MegatronFamily, own_product, with_precision
 from fp8rl.trainer.modules.precision import LayerPrecision
 from fp8rl.trainer.modules.weights import empty_weight
 
@@ -51,8 +51,6 @@ class WeightedExperts(TEGroupedMLP):
 class GroupedLinear(StackedWeights):
     """Replaces TransformerEngine's GroupedLinear: one product for each expert of this rank, in FP8 if the spec says."""
 
-    computes_adapters = False
-
     def __init__(
         self,
         num_gemms: int,
@@ -72,7 +70,8 @@ class GroupedLinear(StackedWeights):
         """x [T, K] sorted by expert -> ([T, N], no bias). m_splits: the number of rows of each expert."""
         p, weights = self.precision, self.weight
         if not p.quantizes(self.kind):
-            products = [F.linear(rows, weight) for rows, weight in zip(x.split(m_splits), weights, strict=True)]
+            own = own_product(p, self.kind, x.device) or F.linear
+            products = [own(rows, weight) for rows, weight in zip(x.split(m_splits), weights, strict=True)]
             return torch.cat(products), None
         counts = torch.tensor(m_splits, device=x.device)
         return grouped_linear(x, counts, weights, p.operand(weights), p.spec, p.backward), None
