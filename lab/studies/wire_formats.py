@@ -95,7 +95,7 @@ def _row(layout: Layout, arm: Arm, seed: int, quick: bool, gradients: Sequence[L
 
 class _Counted:
     """Notes the bytes that this rank has sent in each step, as in a ring: of each sum and each gather, all except one
-    part of the buffer."""
+    part of the buffer. The gradient norm's 4 bytes are among the weights'."""
 
     def __init__(self, rank: int, arm: Arm) -> None:
         self._rank, self._arm = rank, arm

@@ -115,8 +115,7 @@ class Optimizer:
         # The schedule counts the step about to be taken, so that the first one does not have a rate of zero.
         self.schedule.step(1)
         with _threads(self._threads):
-            for optimizer in self.inner.chained_optimizers:
-                # Megatron's own method would gather all weights after each optimizer's step, here once for experts.
+            for optimizer in self.inner.chained_optimizers:  # whose own method would gather all weights each time
                 MixedPrecisionOptimizer.step_with_ready_grads(optimizer)
             self.model.start_param_sync()
         return self.lr

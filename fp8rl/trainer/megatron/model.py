@@ -24,6 +24,7 @@ from torch import Tensor
 from fp8rl.models import Model
 from fp8rl.numerics import ops
 from fp8rl.numerics.config import Mode
+from fp8rl.numerics.ops.linear import multiplies_bf16
 from fp8rl.numerics.ops.rope import frequencies
 from fp8rl.trainer.config import Recompute, TrainerSection
 from fp8rl.trainer.megatron import patches, te_runtime
@@ -76,7 +77,7 @@ def build_model(
     if model.post_process:
         if model.output_layer.weight is not None:
             tag_split(model.output_layer.weight, 0)
-        if mode == "exact":
+        if mode == "exact" or not multiplies_bf16(next(model.parameters()).device.type):
             patches.become(model.output_layer, exact.PlainColumnLinear)
     return model
 

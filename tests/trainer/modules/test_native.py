@@ -16,7 +16,6 @@ from fp8rl.numerics import ops
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.ops.linear import multiplies_bf16
 from fp8rl.trainer.config import TrainerSection
-from fp8rl.trainer.modules import native
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import EXPERTS
 from tests.support.ranks import run_on_ranks
@@ -31,7 +30,7 @@ LAYOUT = {"tp": 2, "ep": 2}
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_every_op_but_the_fp8_products_is_megatrons(precision, moe_path, dense_path, make_trainer, monkeypatch) -> None:
+def test_every_op_but_our_products_is_megatrons(precision, moe_path, dense_path, make_trainer, monkeypatch) -> None:
     trainers = [make_trainer(path, precision, mode="native") for path in (moe_path, dense_path)]
     slow = not multiplies_bf16("cpu")
     for name, _ in inspect.getmembers(ops, inspect.isfunction):
@@ -45,7 +44,8 @@ def test_bf16_products_are_megatrons_but_for_rounding_where_torch_has_slow_ones(
     batch, linear, found = random_batch(), mock.Mock(wraps=ops.linear), []
     monkeypatch.setattr(ops, "linear", linear)
     for fast in (True, False):
-        monkeypatch.setattr(native, "multiplies_bf16", lambda device, fast=fast: fast)
+        for module in ("modules.native", "megatron.model"):
+            monkeypatch.setattr(f"fp8rl.trainer.{module}.multiplies_bf16", lambda device, fast=fast: fast)
         trainer = make_trainer(moe_path, "bf16", mode="native")
         found.append(trainer.forward_backward(batch, cross_entropy(batch)).result)
         assert linear.called is not fast
