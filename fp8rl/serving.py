@@ -104,7 +104,7 @@ def serve(
                 if problems := manifest.differences(runner.run(engine.commit(0))):
                     raise SyncError(
                         f"the engine: found {len(problems)} of {len(manifest.entries)} tensors different from the "
-                        "model's, expected none. Start it again:\n" + "\n".join(problems[:20])
+                        "model's, expected none. Start it again:\n" + "\n".join(list(problems.values())[:20])
                     )
                 yield engine
             finally:

@@ -9,11 +9,11 @@ LINES = {
     "models": 5_323,
     "trainer": 8_300,
     "rollout": 7_728,
-    "weight_sync": 1_350,
-    "rl": 12_845,
+    "weight_sync": 1_347,
+    "rl": 12_840,
     "diagnose": 3_846,
     "cli": 1_712,
-    "tests": 41_666,
+    "tests": 41_665,
 }
 """Lines of Python files, blank ones and comments too. `cli` is what lies in fp8rl/ beside the packages.
 

@@ -224,15 +224,16 @@ def send_and_verify(
         sent = time.perf_counter()
         manifest = Manifest.merged(version, spec, parts)
         reported = asyncio.run(_each(endpoints, commit, timeout_s))
+        differing = [manifest.differences(entries) for entries in reported]
         problems = [
             f"engine {endpoint.url}: {line}"
-            for endpoint, entries in zip(endpoints, reported, strict=True)
-            for line in manifest.differences(entries)
+            for endpoint, lines in zip(endpoints, differing, strict=True)
+            for line in lines.values()
         ]
         if not problems:
             asyncio.run(_each(endpoints, go_on, timeout_s))
         end = time.perf_counter()
-    bad = set().union(*(manifest.mismatched(entries) for entries in reported))
+    bad = set().union(*differing)
     report = SyncReport(
         version=version,
         bytes=sum(part.bytes for part in parts),

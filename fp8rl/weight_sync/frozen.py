@@ -27,7 +27,7 @@ from fp8rl.numerics.weight_cache import frozen_of
 from fp8rl.rollout.engine.protocol import ADAPTER_SCALE
 from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import Endpoint
-from fp8rl.weight_sync.manifest import Recorder, ShardDigests, SyncError, some_of
+from fp8rl.weight_sync.manifest import Recorder, ShardDigests, SyncError, differences, some_of
 from fp8rl.weight_sync.served import served_tensors, would_send
 
 if TYPE_CHECKING:
@@ -122,15 +122,12 @@ def check_frozen(trainer: Trainer) -> None:
 
 
 def _compare(expected: dict[str, str], found: dict[str, str], what: str) -> None:
-    if expected == found:
-        return
-    names = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
-    lines = (f"{name}: found {found.get(name)}, expected {expected.get(name)}" for name in names[:_NAMED])
-    raise SyncError(
-        f"the base changed during the run: found {len(names)} of {what} different from the first sync "
-        f"({some_of(names)}), expected none, since only adapters are trained; generation stays "
-        f"paused.\nRestart the run from its last checkpoint:\n" + "\n".join(lines)
-    )
+    if differing := differences(expected, found):
+        raise SyncError(
+            f"the base changed during the run: found {len(differing)} of {what} different from the first sync "
+            f"({some_of(list(differing))}), expected none, since only adapters are trained; generation stays "
+            f"paused.\nRestart the run from its last checkpoint:\n" + "\n".join(list(differing.values())[:_NAMED])
+        )
 
 
 # One base for both sides: the frozen quantized weights, in memory that the trainer and the engines of its machine read.

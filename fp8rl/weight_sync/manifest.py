@@ -32,6 +32,13 @@ class SyncError(RuntimeError):
     """The engine does not hold the trainer's weights. Generation stays paused."""
 
 
+def differences(expected: Mapping[str, str], found: Mapping[str, str]) -> dict[str, str]:
+    """Return a line for each tensor whose digest is missing, unknown or different in `found`, by the tensors' names."""
+    names, none = sorted(expected.keys() | found.keys()), "no such tensor"
+    both = ((name, found.get(name, none), expected.get(name, none)) for name in names)
+    return {name: f"{name}: found {have}, expected {want}" for name, have, want in both if have != want}
+
+
 @dataclasses.dataclass(frozen=True)
 class Manifest:
     """The digests that an engine must hold."""
@@ -64,17 +71,9 @@ class Manifest:
         }
         return cls(str(version), spec.digest(), entries, role)
 
-    def differences(self, found: Mapping[str, str]) -> list[str]:
-        """Return one line for each tensor that is missing, unknown or different in `found`, an engine's entries."""
-        lines = []
-        for name in sorted(self.mismatched(found)):
-            want, have = self.entries.get(name, "no such tensor"), found.get(name, "no such tensor")
-            lines.append(f"{name}: found {have}, expected {want}")
-        return lines
-
-    def mismatched(self, found: Mapping[str, str]) -> set[str]:
-        """Return the names of the tensors that `differences` lists."""
-        return {name for name in self.entries.keys() | found.keys() if self.entries.get(name) != found.get(name)}
+    def differences(self, found: Mapping[str, str]) -> dict[str, str]:
+        """Compare with an engine's entries, as the function `differences` does."""
+        return differences(self.entries, found)
 
     def save(self, path: Path) -> None:
         """Write the manifest as JSON, completely or not at all."""

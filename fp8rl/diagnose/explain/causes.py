@@ -97,7 +97,7 @@ class Comparison:
     def findings(self) -> tuple[Finding, ...]:
         """The findings, the likeliest cause first; none if both sides agree. Their keys are keys of `REMEDIES`."""
         by_owner: dict[Owner, list[str]] = defaultdict(list)
-        for name in sorted(self.expected.mismatched(self.held) | {base_name(label)[0] for label in self.wrong or ()}):
+        for name in sorted(self.expected.differences(self.held).keys() | {base_name(x)[0] for x in self.wrong or ()}):
             row = self.model.tensors.get(name)  # none of the adapters' scale
             by_owner[(None, name, None) if row is None else (row.layer, row.op, row.expert)].append(name)
         return (

@@ -118,7 +118,7 @@ def rescore(capsule: Capsule, apply: Callable[..., list[Any]]) -> Rescored:
     the trainer and further arguments. Raises UserError: the trainer does not hold the weights of the manifest."""
     manifest, spec = capsule.manifest, capsule.numerics.rollout_spec
     sent = apply(would_hold, spec, capsule.experiment.rollout.tp)  # the weights, quantized as for the engine
-    if differing := sorted(manifest.mismatched(Manifest.merged(int(manifest.version), spec, sent).entries)):
+    if differing := list(manifest.differences(Manifest.merged(int(manifest.version), spec, sent).entries)):
         found = f"{len(differing)} tensors of other digests, {differing[0]} among them"
         expected = f"the {len(manifest.entries)} digests of the manifest, weight version {manifest.version}"
         remedy = "Give the weights that scored these sequences, in BF16, with --model DIR."

@@ -128,7 +128,7 @@ def write_capsule(
     chosen, wrong = scored.select(rows), None
     if held:
         served = Manifest(**json.loads(manifest.read_text()))
-        wrong = sorted(set().union(*map(served.mismatched, held)))
+        wrong = sorted(set().union(*map(served.differences, held)))
     about = About(
         step=step,
         why=list(why),
@@ -187,13 +187,6 @@ def _capsule(path: Path, values: dict[str, Any], experiment: Experiment, manifes
     with open_tensors(path / _TENSORS, "capsule") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}
     return Capsule(path, about, numerics, experiment, manifest, _scored(tensors, about))
-
-
-def cut_capsules(run: RunDir, step: int) -> None:
-    """Remove the capsules of steps after `step`, which a resumed run repeats."""
-    for later in run.capsule_steps():
-        if later > step:
-            shutil.rmtree(run.capsule(later), ignore_errors=True)
 
 
 def _tensors(scored: ScoredBatch) -> dict[str, torch.Tensor]:

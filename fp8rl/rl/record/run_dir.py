@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import shutil
 import socket
 import time
 from collections.abc import Collection, Iterator
@@ -82,12 +83,15 @@ class RunDir:
         return _steps(self.path / "rollouts", r"step_(\d+)\.jsonl")
 
     def cut(self, step: int) -> None:
-        """Remove the rollouts and manifests of steps after `step`, which a resumed run repeats."""
+        """Remove the rollouts, manifests and capsules of steps after `step`, which a resumed run repeats."""
         for names in (r"rollouts/(?:step|ahead)_(\d+)\.(?:jsonl|certify\.html)", r"manifests/step_(\d+)\.json"):
             for file in self.path.glob(f"{names.partition('/')[0]}/*"):
                 found = re.fullmatch(names, str(file.relative_to(self.path)))
                 if found and int(found[1]) > step:
                     file.unlink()
+        for later in self.capsule_steps():
+            if later > step:
+                shutil.rmtree(self.capsule(later), ignore_errors=True)
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.contents import contents
-from fp8rl.rl.guard.capsule import cut_capsules
 from fp8rl.rl.guard.guard import GateState
 from fp8rl.rl.record.console import CONSOLE, StepConsole, run_log
 from fp8rl.rl.record.history import Event, Session, append_entry, cut_events, sessions_found, this_session
@@ -83,7 +82,6 @@ class Record:
         experiment, files, resumed = self.experiment, self.files, self.resume_step is not None
         last = BEFORE_THE_FIRST if self.resume_step is None else self.resume_step  # an earlier start may have no step
         cut_events(files.events, last)
-        cut_capsules(files, last)
         files.cut(last)
         tracking, every = experiment.tracking, experiment.tracking.rollouts == "all"
         if "wandb" in tracking.recorded:

@@ -12,7 +12,7 @@ import torch
 
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.rl.guard.capsule import cut_capsules, read_capsule, remove_superfluous
+from fp8rl.rl.guard.capsule import read_capsule, remove_superfluous
 from tests.support.scored_batches import CapsuleRun, scored_batch
 
 
@@ -78,7 +78,7 @@ def test_the_first_capsule_and_the_newest_stay(tmp_path: Path) -> None:
         remove_superfluous(run.files, keep=3)
         kept.append(run.files.capsule_steps())
     assert kept == [[2], [2, 4], [2, 4, 5], [2, 5, 7]]
-    cut_capsules(run.files, 5)
+    run.files.cut(5)
     run.write(6, [], scored_batch([0.0]), [0])
     remove_superfluous(run.files, keep=3)
     assert run.files.capsule_steps() == [2, 5, 6], "a resumed run repeats the steps after 5"

@@ -284,7 +284,7 @@ class Engines:
             if differing:
                 raise EngineError(
                     f"{self._name} {slot.index} does not hold what its checkpoint {serving.checkpoint} holds; check "
-                    f"this disk, or give the run another one:\n" + "\n".join(differing[:20])
+                    f"this disk, or give the run another one:\n" + "\n".join(list(differing.values())[:20])
                 )
         slot.endpoint, slot.serving = endpoint, serving.manifest is not None
         self._changed()

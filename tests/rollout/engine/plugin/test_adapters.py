@@ -160,4 +160,4 @@ def test_a_fault_is_named(fault: Callable[..., None], named: list[str]) -> None:
     weights, sent = attached(CONFIG), adapters(CONFIG)
     arriving = dict(sent)
     fault(weights, arriving)
-    assert sorted(expected(CONFIG, sent, 1).mismatched(update(weights, arriving, "1"))) == sorted(named)
+    assert sorted(expected(CONFIG, sent, 1).differences(update(weights, arriving, "1"))) == sorted(named)
