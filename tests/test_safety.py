@@ -20,7 +20,7 @@ REMOVALS = {
     "fp8rl/numerics/backend/cuda_toolkit.py": {"mkdtemp", "rename", "rmtree"},  # a view of links, a free name
     "fp8rl/numerics/core/files.py": {"rmtree", "unlink", "replace"},  # `.NAME.partial`, `.NAME.retired`, the file
     "fp8rl/rl/guard/capsule.py": {"rmtree"},  # `capsules/step_N`
-    "fp8rl/rl/record/run_dir.py": {"rename", "unlink"},  # to NAME.replaced-TIME; a lock; repeated steps
+    "fp8rl/rl/record/run_dir.py": {"rename", "unlink", "rmtree"},  # to NAME.replaced-TIME; a lock; repeated steps
     "fp8rl/rl/run/checkpoints.py": {"replace", "rmtree"},  # `.step_N.pending`, to a name that was free; `step_N`
     "fp8rl/rl/run/cluster/cluster.py": {"TemporaryDirectory"},  # Ray's token
     "fp8rl/rl/run/cluster/nodes.py": {"unlink"},  # `.seen-RANDOM`

@@ -81,8 +81,7 @@ def test_a_reward_model_behind_sglang_says_what_transformers_says(reward_model: 
     assert said == pytest.approx(expected, abs=1e-4) and max(said) - min(said) > 1
 
 
-# `python -m sglang.launch_server`, whose processes need not import it three times, and whose shared memory has the name
-# of its scratch directory.
+# `python -m sglang.launch_server`, which forks, and whose shared memory has the name of its scratch directory.
 FORKING = """
 import runpy
 from sglang.srt.plugins import load_plugins
