@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,10 @@ class Arm:
     gradients: GradientWire = "fp32"
     weights: WeightGather = "bf16"
     scaled: bool = True
+
+    def scaling(self) -> AbstractContextManager[None]:
+        """Within it, gradients are cast without scales if the arm has none."""
+        return nullcontext() if self.scaled else unscaled()
 
 
 ARMS = {
@@ -88,7 +92,7 @@ def _row(layout: Layout, arm: Arm, seed: int, quick: bool, gradients: Sequence[L
     done = taught(learner, seed, quick, layout, _shared_nll)
     error = {"relative_error": 0.0, "turned": 0.0}
     if arm.gradients != "fp32":
-        with unscaled() if not arm.scaled else nullcontext():
+        with arm.scaling():
             error = _errors(gradients, arm.gradients)
     return {"nll": done.nll, "steps": len(done.losses), **done.noted, **error}
 
@@ -103,7 +107,7 @@ class _Counted:
 
     @contextmanager
     def listening(self, trainer: Trainer) -> Iterator[None]:
-        with unscaled() if not self._arm.scaled else nullcontext(), transfers() as self._heard:
+        with self._arm.scaling(), transfers() as self._heard:
             yield
 
     def __call__(self, trainer: Trainer) -> None:
