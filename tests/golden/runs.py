@@ -103,10 +103,11 @@ def digests(directory: Path) -> dict[str, str]:
 
 def processor() -> str:
     """Name the kind of processor, by what chooses the instructions of torch's and our sums: MKL's depend on the maker,
-    too."""
-    known = _cpuinfo()
-    wide = [flag for flag in ("avx512_bf16", "amx_bf16", "amx_fp16") if flag in known["flags"].split()]
-    return "-".join([known["vendor_id"], torch.backends.cpu.get_cpu_capability(), *wide]).lower()
+    too. One that may not use AVX-512 (.github/CONTRIBUTING.md) is of the kind that has none."""
+    known, capability = _cpuinfo(), torch.backends.cpu.get_cpu_capability()
+    flags = known["flags"].split() if capability == "AVX512" else []
+    wide = [flag for flag in ("avx512_bf16", "amx_bf16", "amx_fp16") if flag in flags]
+    return "-".join([known["vendor_id"], capability, *wide]).lower()
 
 
 def processor_model() -> str:
