@@ -1,7 +1,5 @@
 """The parameters of one rank of a large model, built on the meta device in a world of which this rank alone is real."""
 
-import json
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +8,8 @@ import torch
 
 from fp8rl.models import read_model
 from fp8rl.numerics.config import NumericsConfig
+from fp8rl.rl.experiment import Experiment
 from fp8rl.trainer.config import TrainerSection
-from tests.support.ranks import WARM
 
 
 @dataclass(frozen=True)
@@ -26,31 +24,12 @@ class Held:
     split: int | None
 
 
-def parameters_of(directory: Path, experiment: dict[str, Any], rank: int, folder: Path) -> list[Held]:
-    """What `trainer.megatron.model.build_model` gives a rank of the experiment. folder: for what the process says."""
-    process = WARM.Process(target=_build, args=(directory, experiment, rank, folder), daemon=True)
-    process.start()
-    process.join()
-    found = json.loads((folder / f"{rank}.json").read_text())
-    assert isinstance(found, list), found
-    return [Held(tuple(tensors), tuple(shape), split) for tensors, shape, split in found]
-
-
-def _build(directory: Path, values: dict[str, Any], rank: int, folder: Path) -> None:
-    try:
-        found: object = _parameters(directory, values, rank)
-    except BaseException:
-        found = traceback.format_exc()
-    (folder / f"{rank}.json").write_text(json.dumps(found))
-
-
-def _parameters(directory: Path, values: dict[str, Any], rank: int) -> list[Any]:
+def parameters_of(directory: Path, experiment: Experiment, rank: int) -> list[Held]:
+    """What `trainer.megatron.model.build_model` gives a rank of an experiment; in a process of its own."""
     from fp8rl.numerics.weight_cache import WeightCache
-    from fp8rl.rl.experiment import parse_experiment
     from fp8rl.trainer.modules.weights import named_weights
     from fp8rl.trainer.weights.hf_weights import HFWeights
 
-    experiment = parse_experiment(values)
     numerics = experiment.numerics_config()
     definition, layout = read_model(directory), layout_of(experiment.trainer, rank)
     model = built(directory, experiment.trainer, numerics, experiment.rollout.context_length)
@@ -58,7 +37,8 @@ def _parameters(directory: Path, values: dict[str, Any], rank: int) -> list[Any]
     rows, found = weights.rows(model), []
     for name, each in named_weights(model):
         split = rows[name][0].expert is None and getattr(each, "tensor_model_parallel", False)
-        found.append([[row.name for row in rows[name]], list(each.shape), each.partition_dim if split else None])
+        tensors = tuple(row.name for row in rows[name])
+        found.append(Held(tensors, tuple(each.shape), each.partition_dim if split else None))
     return found
 
 

@@ -2,7 +2,8 @@
 
 import multiprocessing
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,20 @@ def run_on_ranks(config: TrainerSection, folder: Path, function: Callable[[Layou
     """The results of `function(layout, config)` in rank order; they travel through files in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     store = parallel.open_store(parallel.LOOPBACK, config.world_size)
+    ranks = range(config.world_size)
+    return _results(folder, [partial(_on_a_rank, rank, store.port, config, function) for rank in ranks])
+
+
+def in_a_fork(folder: Path, function: Callable[[], Any]) -> Any:
+    """The result of a function in a process of its own, which has only imported the trainer; it is pickled."""
+    (result,) = _results(folder, [function])
+    return result
+
+
+def _results(folder: Path, functions: Sequence[Callable[[], Any]]) -> list[Any]:
     processes = [
-        WARM.Process(target=_rank, args=(rank, store.port, config, folder, function), daemon=True)
-        for rank in range(config.world_size)
+        WARM.Process(target=_save, args=(function, folder / f"{number}.pt"), daemon=True)
+        for number, function in enumerate(functions)
     ]
     for process in processes:
         process.start()
@@ -35,28 +47,20 @@ def run_on_ranks(config: TrainerSection, folder: Path, function: Callable[[Layou
             process.kill()
     failures = "\n".join(file.read_text() for file in sorted(folder.glob("*.error")))
     assert not failures, failures
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(config.world_size)]
+    return [torch.load(folder / f"{number}.pt", weights_only=False) for number in range(len(functions))]
 
 
-def in_a_fork(folder: Path, function: Callable[[], Any]) -> Any:
-    """The result of a function in a process of its own, which has only imported the trainer; it is pickled."""
-    process = WARM.Process(target=_saved, args=(function, folder / "result.pt"), daemon=True)
-    process.start()
-    process.join(TIMEOUT_S)
-    process.kill()
-    return torch.load(folder / "result.pt", weights_only=False)
-
-
-def _saved(function: Callable[[], Any], path: Path) -> None:
-    torch.save(function(), path)
-
-
-def _rank(rank: int, port: int, config: TrainerSection, folder: Path, function: Callable[..., Any]) -> None:
+def _save(function: Callable[[], Any], path: Path) -> None:
+    path.unlink(missing_ok=True)  # of a call before
     try:
-        store = parallel.join_store(parallel.LOOPBACK, port, config.world_size)
-        layout = parallel.initialize(config, rank, store)
-        torch.save(function(layout, config), folder / f"{rank}.pt")
-        parallel.shutdown()
+        torch.save(function(), path)
     except BaseException:
-        (folder / f"{rank}.error").write_text(traceback.format_exc())
+        path.with_suffix(".error").write_text(traceback.format_exc())
         raise
+
+
+def _on_a_rank(rank: int, port: int, config: TrainerSection, function: Callable[..., Any]) -> Any:
+    layout = parallel.initialize(config, rank, parallel.join_store(parallel.LOOPBACK, port, config.world_size))
+    result = function(layout, config)
+    parallel.shutdown()
+    return result

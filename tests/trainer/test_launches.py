@@ -111,7 +111,7 @@ def test_a_layer_launches_as_planned(name: str, experts: bool, tmp_path: Path, m
     assert of_layer == [sum(OF_LAYER[fp8, experts][:parts]) for fp8 in (True, False) for parts in (1, 2)]
 
 
-ROWS, LENGTH, RANKS, WORDS = 2, 64, 2, 1111
+ROWS, LENGTH, WORDS = 2, 64, 1111
 
 
 def waits_in_a_step(path: Path, ep: int) -> dict[str, Any]:
@@ -149,18 +149,14 @@ def changed(path: Path, into: Path, **changes: Any) -> Path:
     return into
 
 
-@pytest.mark.parametrize("kind", ["moe", "latent"])
-def test_a_rank_with_all_experts_never_waits(kind: str, models: Models, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "ranks"), [("moe", 1), ("latent", 1), ("moe", 2)])
+def test_a_rank_waits_once_a_layer_or_never_if_it_has_all_experts(
+    kind: str, ranks: int, models: Models, tmp_path: Path
+) -> None:
     path = changed(models[kind], tmp_path / "model", vocab_size=WORDS)
-    found = in_a_fork(tmp_path, partial(waits_in_a_step, path, 1))
-    assert found["layers"] > 0 and (found["forward"], found["backward"]) == (0, 0)
+    found = in_a_fork(tmp_path, partial(waits_in_a_step, path, ranks))
+    assert found["layers"] > 0 and (found["forward"], found["backward"]) == ((ranks - 1) * found["layers"], 0)
     assert found["whole"] == [], "the embedding's gradient is added to Megatron's sum, token by token"
-
-
-def test_a_rank_of_several_waits_once_a_layer(moe_path: Path, tmp_path: Path) -> None:
-    path = changed(moe_path, tmp_path / "model", vocab_size=WORDS)
-    found = in_a_fork(tmp_path, partial(waits_in_a_step, path, RANKS))
-    assert (found["forward"], found["backward"]) == (found["layers"], 0)
 
 
 KERNELS, OPS = 86, 343

@@ -7,6 +7,7 @@ specs of real models in examples/, parameter by parameter, without a weight.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from tests.support.holdings import bytes_held
 from tests.support.meta_model import parameters_of
 from tests.support.models import EXPERTS, LAYERS, VOCAB
 from tests.support.paths import CONFIGS, EXAMPLES, REAL_SPECS
+from tests.support.ranks import in_a_fork
 
 EXACT = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
 BF16 = replace(EXACT, trainer="bf16")
@@ -198,7 +200,7 @@ def test_every_rank_holds_its_part_of_every_tensor_in_whole_blocks(example: str,
     seen: set[str] = set()
     for stage in range(config.pp):
         rank = (stage + 1) * config.tp * config.dp - 1
-        held = parameters_of(directory, experiment.to_dict(), rank, tmp_path)
+        held = in_a_fork(tmp_path, partial(parameters_of, directory, experiment, rank))
         for each in held:
             rows = [table[name] for name in each.tensors]
             ranks = config.tp if each.split is not None else 1
