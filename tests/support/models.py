@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
 from fp8rl.models import read_model
@@ -20,17 +20,10 @@ TOP_K = 2
 
 
 def write_model(path: Path, *, moe: bool = True, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Path:
-    """Write a Qwen3-MoE (8 experts, top 2) or dense Qwen3 directory with weights large enough to matter."""
-    torch.manual_seed(0)
-    model = _build(moe, changes)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.08)
-            else:
-                parameter.copy_(1 + 0.2 * torch.randn_like(parameter))
-    model.to(dtype).save_pretrained(path)
-    return path
+    """Write a Qwen3-MoE (8 experts, top 2) or dense Qwen3 directory. changes: of `TinyModel`."""
+    sizes = {"layers": LAYERS, "hidden": 256, "heads": 4, "kv_heads": 2, "vocab": VOCAB, "max_positions": LENGTH}
+    own = {"experts": EXPERTS, "top_k": TOP_K} if moe else {"experts": 0, "intermediate": 256}
+    return write_family(path, TinyModel(**sizes | own | changes), dtype)
 
 
 def write_family(path: Path, shape: TinyModel, dtype: torch.dtype = torch.bfloat16) -> Path:
@@ -60,20 +53,8 @@ def _recurrent(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **unuse
 
 
 def reference(path: Path) -> PreTrainedModel:
-    """The transformers model of a directory, in FP32."""
-    cls = Qwen3MoeForCausalLM if "qwen3_moe" in (path / "config.json").read_text() else Qwen3ForCausalLM
-    return cls.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
-
-
-def _build(moe: bool, changes: dict[str, Any]) -> PreTrainedModel:
-    common: dict[str, Any] = {
-        "vocab_size": VOCAB, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": LENGTH,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False, "attention_bias": False,
-    }  # fmt: skip
-    if not moe:
-        return Qwen3ForCausalLM(Qwen3Config(**{**common, **changes}))
-    experts = {"moe_intermediate_size": 128, "num_experts": EXPERTS, "num_experts_per_tok": TOP_K}
-    which = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**common, **experts, **which, **changes}))
+    """transformers' model of a directory in FP32, in which each token's embedding has a gradient. Its linear attention
+    goes token by token: that in chunks is up to 5e-5 of a logit away from it."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model.model.embed_tokens.padding_idx = None
+    return token_by_token(model)

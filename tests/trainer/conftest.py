@@ -22,7 +22,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     linear = TinyModel(**size, kv_heads=2, experts=4, family="qwen3_5_moe_text")  # in the first of its layers
     return {
         "moe": write_model(folder / "moe"),
-        "dense": write_model(folder / "dense", moe=False, tie_word_embeddings=True),
+        "dense": write_model(folder / "dense", moe=False, tied=True),
         "latent": write_family(folder / "latent", latent), "linear": write_family(folder / "linear", linear),
     }  # fmt: skip
 

@@ -155,7 +155,7 @@ def test_adapters_resume_from_their_checkpoint(moe_path: Path, tmp_path: Path, m
     small, large = (sum(f.stat().st_size for f in (tmp_path / name).rglob("*")) for name in ("adapters", "whole"))
     assert small < large / 8
     other = make_trainer(moe_path, "fp8", adapter=config.model_copy(update={"alpha": 8.0}))
-    elsewhere = make_trainer(write_model(tmp_path / "other", rms_norm_eps=1e-5, num_key_value_heads=4), adapter=config)
+    elsewhere = make_trainer(write_model(tmp_path / "other", kv_heads=4), adapter=config)
     for trainer, name, said in (
         (resumed, "whole", "found 'all weights, trained whole', expected adapters"),
         (whole, "adapters", "found 'adapters', expected all weights, trained whole"),

@@ -48,8 +48,8 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         write_tiny_model(folder / family, TinyModel(hidden=256, experts=4, groups=1, family=family))
     return {
         **{family: folder / family for family in (*FAMILIES, LINEAR)},
-        "moe": write_model(folder / "moe", num_experts=4),
-        "dense": write_model(folder / "dense", moe=False, tie_word_embeddings=True),
+        "moe": write_model(folder / "moe", experts=4),
+        "dense": write_model(folder / "dense", moe=False, tied=True),
     }
 
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fp8rl.models import read_model, read_shape
 from fp8rl.models.checkpoint.reading import check_stored
@@ -22,7 +21,7 @@ from fp8rl.trainer.checkpoint.checkpoint import JOINED
 from fp8rl.trainer.checkpoint.files import read_about
 from fp8rl.trainer.config import TrainerSection
 from tests.support.batches import cross_entropy, random_batch
-from tests.support.models import token_by_token, write_family
+from tests.support.models import reference, write_family
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_model import TinyModel
 from tests.support.trainers import MakeTrainer, save_checkpoint, scored, trainer_on
@@ -77,7 +76,7 @@ def assert_logits(path: Path, trainer: Any, apart: float) -> None:
     tokens = torch.randint(0, 128, (3, 70), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         logits = trainer.model(tokens, position_ids=None, attention_mask=None)
-        model = theirs(path)
+        model = reference(path)
         expected = choosing(model, tokens.shape[1])(tokens, use_cache=False).logits
         fewer = choosing(model, tokens.shape[1] - 1)(tokens, use_cache=False).logits
     assert expected.abs().max() > 1
@@ -120,7 +119,7 @@ def test_megatrons_rotation_has_frequencies_of_a_lengthened_context(folder: Path
     trainer = make_trainer(path, dtype=torch.float32, mode="native")
     with torch.no_grad():
         logits = trainer.model(tokens, position_ids=None, attention_mask=mask)
-        torch.testing.assert_close(logits, theirs(path)(tokens).logits, rtol=0, atol=2e-5)
+        torch.testing.assert_close(logits, reference(path)(tokens).logits, rtol=0, atol=2e-5)
 
 
 def choosing(model: Any, keys: int) -> Any:
@@ -189,8 +188,7 @@ def test_draft_layers_and_indexers_are_kept_as_they_are(tmp_path: Path, make_tra
 )
 def test_gradients_are_those_of_transformers(name: str, folder: Path, make_trainer: MakeTrainer) -> None:
     path, batch = write(folder, name, torch.float32), random_batch()
-    model = theirs(path)
-    model.model.embed_tokens.padding_idx = None  # whose gradient torch leaves out, and whose token random batches have
+    model = reference(path)
     real = batch.real_tokens().long()
     logprobs = model(batch.tokens, attention_mask=real, use_cache=False).logits.log_softmax(-1)
     chosen = logprobs[:, :-1].gather(-1, batch.tokens[:, 1:, None]).squeeze(-1)
@@ -229,12 +227,6 @@ def test_vectors_gradients_on_two_ranks_are_as_on_one(folder: Path, tmp_path: Pa
 def gradients_of_all(paths: dict[str, Path], layout, config: TrainerSection) -> dict[str, dict[str, Tensor]]:
     made = {name: trainer_on(layout, config, path, "bf16", dtype=torch.float32) for name, path in paths.items()}
     return {name: gradients(trainer) for name, trainer in made.items()}
-
-
-def theirs(path: Path) -> PreTrainedModel:
-    """transformers' model in FP32, with its rule of linear attention that goes token by token: that in chunks is up to
-    5e-5 of a logit away from it."""
-    return token_by_token(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
 
 
 def gradients(trainer: Any) -> dict[str, Tensor]:

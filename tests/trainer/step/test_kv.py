@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from fp8rl.models import read_model
 from fp8rl.trainer.op_trace import trace_ops
 from tests.support.batches import cross_entropy, random_batch
-from tests.support.models import LAYERS, token_by_token, write_model
+from tests.support.models import LAYERS, reference, write_model
 from tests.support.trainers import MakeTrainer, Models, in_order, scored
 from tests.support.trees import conversations
 
@@ -87,15 +87,14 @@ def test_saturated_numbers_are_counted_without_padding(kind: str, make_trainer: 
     assert [of(trainer, batch), of(trainer, batch)] == pytest.approx([expected] * 2, rel=1e-12)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["moe", "dense", "linear"])
 def test_a_recording_is_the_forward_of_transformers(kind: str, models: Models, make_trainer: Any) -> None:
     trainer = make_trainer(models[kind], dtype=torch.float32)
     batch = random_batch(rows=3, longest=20, temperature=0.7)
     record = trace_ops(trainer, batch)
-    reference = token_by_token(AutoModelForCausalLM.from_pretrained(models[kind], dtype=torch.float32))
+    theirs = reference(models[kind])
     rows = [
-        reference(row[None, :n], output_hidden_states=True, use_cache=False)
+        theirs(row[None, :n], output_hidden_states=True, use_cache=False)
         for row, n in zip(batch.tokens, batch.lengths.tolist())
     ]
     for site in read_model(models[kind]).forward.sites():

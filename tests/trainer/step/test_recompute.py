@@ -159,7 +159,7 @@ def noted():
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_no_more_logits_than_a_chunks(precision, tmp_path, make_trainer, batch) -> None:
-    path = write_model(tmp_path / "m", moe=False, vocab_size=WORDS)
+    path = write_model(tmp_path / "m", moe=False, vocab=WORDS)
 
     def most_logits(chunk: int) -> int:
         trainer = make_trainer(path, precision, head_chunk_tokens=chunk)
@@ -173,7 +173,7 @@ def test_no_more_logits_than_a_chunks(precision, tmp_path, make_trainer, batch) 
 
 
 def test_a_critic_keeps_no_logits_either(tmp_path: Path, make_trainer: MakeTrainer, layout: Any) -> None:
-    path, batch = write_model(tmp_path / "m", moe=False, vocab_size=WORDS), random_batch()
+    path, batch = write_model(tmp_path / "m", moe=False, vocab=WORDS), random_batch()
     critic = critic_on(layout, make_trainer(path, "fp8"), path)
     with noted() as shapes:
         critic.forward_backward(batch, cross_entropy(batch))
