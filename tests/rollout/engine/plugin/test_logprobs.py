@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,42 +13,22 @@ from fp8rl.numerics import ops
 from fp8rl.numerics.ops import draw
 from fp8rl.numerics.sampling import GREEDY
 from fp8rl.rollout.engine.plugin import sampling
+from tests.rollout.engine.plugin.test_sampling import info
 
 VOCABULARY = 37
 TEMPERATURES = (1.0, 0.7, 2.5)
 SEEDS = torch.tensor([11, 12, GREEDY])
 
 
-@dataclass(frozen=True)
-class Info:
-    """What SGLang knows of a batch of three requests."""
-
-    temperatures: Tensor = field(default_factory=lambda: torch.tensor(TEMPERATURES)[:, None])
-    sampling_seed: Tensor | None = field(default_factory=lambda: SEEDS)
-    top_ks: Tensor = field(default_factory=lambda: torch.full((3,), 1 << 30))
-    need_top_p_sampling: bool = False
-    need_min_p_sampling: bool = False
-    need_top_k_sampling: bool = False
-    top_ps: Tensor = field(default_factory=lambda: torch.ones(3))
-    min_ps: Tensor = field(default_factory=lambda: torch.zeros(3))
-    return_sampling_masks: list[bool] | None = None
-
-
 def expected(logits: Tensor, temperature: float = 1.0) -> Tensor:
     return (logits.double() / temperature).log_softmax(-1)
 
 
-def never(*_: Any) -> Tensor:
-    """SGLang's own sampler, which divides and normalises the logits in place."""
-    raise AssertionError("the stock sampler was asked")
-
-
-def sample(
-    return_logprob: bool, top: list[int], ids: list[list[int] | None], info: Info = Info()
-) -> tuple[Tensor, Any, Tensor]:
+def sample(return_logprob: bool, top: list[int], ids: list[list[int] | None], **how: Any) -> tuple[Tensor, Any, Tensor]:
     logits = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(0)) * 5
     output = SimpleNamespace(next_token_logits=logits.clone())
-    tokens = sampling.of_samples(never, None, output, info, return_logprob, top, ids, torch.arange(3))
+    batch = info(temperatures=torch.tensor(TEMPERATURES)[:, None], sampling_seed=SEEDS, **how)
+    tokens = sampling.of_samples(pytest.fail, None, output, batch, return_logprob, top, ids, torch.arange(3))
     return logits, output, tokens
 
 
@@ -122,10 +101,8 @@ def test_prompts_are_scored_in_chunks_by_sglangs_own_walk(chunk: int, top: list[
 def test_under_top_p_everything_is_of_what_is_left_but_for_greedy_requests() -> None:
     top_p = torch.tensor([0.99, 1.0, 0.6])
     top_k = torch.tensor([1 << 30, 5, 1])
-    cut = Info(
-        top_ps=top_p, top_ks=top_k, need_top_p_sampling=True, need_top_k_sampling=True, return_sampling_masks=[True] * 3
-    )
-    logits, output, tokens = sample(True, [30, 0, 2], [None, [0, 1], None], cut)
+    cut = {"top_ps": top_p, "top_ks": top_k, "need_top_p_sampling": True, "return_sampling_masks": [True] * 3}
+    logits, output, tokens = sample(True, [30, 0, 2], [None, [0, 1], None], **cut)
     supports = output.next_token_sampling_mask_idx
     assert 1 < len(supports[0]) < VOCABULARY and len(supports[1]) == 5 and len(supports[2]) == VOCABULARY
     assert sorted(logits[1].topk(5).indices.tolist()) == supports[1]
