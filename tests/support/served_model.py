@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from fp8rl.models import Model
 from fp8rl.models.families import first_tensors, last_tensors
 from fp8rl.models.families.attention import attention_tensors
 from fp8rl.models.families.mlp import dense_tensors, moe_tensors
@@ -13,6 +14,7 @@ from fp8rl.models.shared_base import SharedBase, base_bytes
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import TensorRow
 from fp8rl.numerics.spec import QuantSpec
+from fp8rl.weight_sync.manifest import Recorder, ShardDigests
 from fp8rl.weight_sync.served import served_tensors
 from tests.support import definitions
 from tests.support.definitions import listed, without_norms
@@ -96,6 +98,13 @@ def base_of(tensors: dict[str, Tensor]) -> SharedBase:
     for name, tensor in tensors.items():
         base.tensors[name].copy_(tensor)
     return base
+
+
+def recorded(tensors: dict[str, Tensor], model: Model = DEFINITION, ranks: int = 1) -> ShardDigests:
+    """What the trainer knows of a sync in which it has sent these."""
+    recorder = Recorder(model.tensors, ranks)
+    list(recorder.watch(tensors.items()))
+    return recorder.sent()
 
 
 def _add(module: nn.Module, name: str, value: Tensor, suffix: str = "") -> None:

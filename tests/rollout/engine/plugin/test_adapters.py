@@ -17,9 +17,9 @@ from fp8rl.rollout.engine.plugin.parameters import AdaptedRows
 from fp8rl.rollout.engine.plugin.weights import ServedWeights
 from fp8rl.rollout.engine.protocol import ADAPTER_SCALE
 from fp8rl.weight_sync.frozen import FrozenBase
-from fp8rl.weight_sync.manifest import Manifest, Recorder, ShardDigests
+from fp8rl.weight_sync.manifest import Manifest
 from tests.support import served_model
-from tests.support.served_model import ATTENTION, DEFINITION, DENSE, MOE, SPEC, build, hf_tensors_served
+from tests.support.served_model import ATTENTION, DEFINITION, DENSE, MOE, SPEC, build, hf_tensors_served, recorded
 
 CONFIG = AdapterSection(rank=4, alpha=8.0)
 SHARED = AdapterSection(rank=4, alpha=8.0, experts="shared", targets=("q_proj", "v_proj", "up_proj", "down_proj"))
@@ -49,15 +49,9 @@ def update(weights: ServedWeights, tensors: dict[str, Tensor], version: str) -> 
 
 def expected(config: AdapterSection, tensors: dict[str, Tensor], version: int) -> Manifest:
     """The trainer's side of a sync of adapters alone, which are these."""
-
-    def sent(stream: dict[str, Tensor]) -> ShardDigests:
-        recorder = Recorder(DEFINITION.adapted(config).tensors)
-        list(recorder.watch(stream.items()))
-        return recorder.sent()
-
-    base = FrozenBase()
-    base.completed([sent(BASE | adapters(config, seed=9))], config, "weights and adapters")
-    return Manifest.merged(version, SPEC, base.completed([sent(tensors)], config, "adapters"))
+    base, model = FrozenBase(), DEFINITION.adapted(config)
+    base.completed([recorded(BASE | adapters(config, seed=9), model)], config, "weights and adapters")
+    return Manifest.merged(version, SPEC, base.completed([recorded(tensors, model)], config, "adapters"))
 
 
 def low_rank(weights: ServedWeights, name: str) -> LowRank:

@@ -20,15 +20,10 @@ from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.engine.plugin import host
 from fp8rl.rollout.engine.plugin.host import EngineHost
-from tests.support.kernels import DEVICE
+from tests.support.kernels import random
 
 EXPERTS, TOKENS, HIDDEN, WIDE, TOP = 4, 9, 256, 128, 2
 SPEC = QuantSpec.preset("fp8_block_pow2")
-
-
-def random(*shape: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).bfloat16().to(DEVICE)
 
 
 def experts_of(first: int, count: int, fp8: bool, adapted: bool) -> tuple[ExpertWeights, ExpertWeights]:

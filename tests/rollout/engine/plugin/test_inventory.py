@@ -19,16 +19,13 @@ from tests.support.served_model import DEFINITION, SPEC, build, hf_tensors_serve
 SERVED = hf_tensors_served(0)
 
 
-def held(pool: Any) -> tuple[Holding, ...]:
+def held(dtype: torch.dtype, **buffers: Any) -> tuple[Holding, ...]:
+    pool = SimpleNamespace(dtype=dtype, **buffers)
     return inventory(ServedWeights(SPEC.weight, build(SERVED), DEFINITION, "0"), SimpleNamespace(token_to_kv_pool=pool))
 
 
-def pool(dtype: torch.dtype, **buffers: Any) -> SimpleNamespace:
-    return SimpleNamespace(dtype=dtype, **buffers)
-
-
 def test_weights_have_the_names_and_bytes_of_the_checkpoint_and_what_products_take_is_counted_once() -> None:
-    everything = held(pool(torch.bfloat16))
+    everything = held(torch.bfloat16)
     found = {each.name: each for each in everything if each.kind in ("weights", "scales")}
     assert found.keys() == SERVED.keys()
     for name, tensor in SERVED.items():
@@ -45,7 +42,7 @@ def test_weights_have_the_names_and_bytes_of_the_checkpoint_and_what_products_ta
 def test_the_cache_is_in_the_format_of_its_pool(dtype: torch.dtype, stored: torch.dtype, form: str) -> None:
     """SGLang stores FP8 as bytes."""
     buffers = [torch.zeros(9, 2, 128, dtype=stored) for _ in range(2)]
-    found = [each for each in held(pool(dtype, k_buffer=buffers, v_buffer=buffers)) if each.kind == "kv_cache"]
+    found = [each for each in held(dtype, k_buffer=buffers, v_buffer=buffers) if each.kind == "kv_cache"]
     assert [each.name for each in found] == [f"{kind} of layer {layer}" for kind in "kv" for layer in range(2)]
     assert {(each.format, each.bytes) for each in found} == {(form, 9 * 2 * 128 * stored.itemsize)}
 
@@ -56,8 +53,8 @@ def test_states_of_linear_attention_are_no_keys_and_values() -> None:
     states = SimpleNamespace(temporal=torch.zeros(1, 4, 2, 8, 16), conv=[torch.zeros(1, 4, 6, 3).bfloat16()])
     full = SimpleNamespace(k_buffer=keys, v_buffer=keys)
     cached = {"full_kv_pool": full, "mamba_pool": SimpleNamespace(mamba_cache=states)}
-    hybrid = pool(torch.bfloat16, full_attention_layer_id_mapping={1: 0}, **cached)
-    found = {each.name: (each.kind, each.format) for each in held(hybrid) if each.kind in ("kv_cache", "states")}
+    hybrid = held(torch.bfloat16, full_attention_layer_id_mapping={1: 0}, **cached)
+    found = {each.name: (each.kind, each.format) for each in hybrid if each.kind in ("kv_cache", "states")}
     assert found == {
         "k of layer 1": ("kv_cache", "bf16"),
         "v of layer 1": ("kv_cache", "bf16"),

@@ -19,8 +19,8 @@ from fp8rl.numerics.core.memory import HostMemory
 from fp8rl.rollout.engine.plugin import lifecycle, state
 from fp8rl.rollout.engine.protocol import from_checksums, to_action
 from fp8rl.rollout.types import EngineError
-from fp8rl.weight_sync.manifest import Manifest, Recorder
-from tests.support.served_model import DEFINITION, SPEC, build, hf_tensors_served, load
+from fp8rl.weight_sync.manifest import Manifest
+from tests.support.served_model import DEFINITION, SPEC, build, hf_tensors_served, load, recorded
 
 TENSORS = hf_tensors_served(0)
 
@@ -67,9 +67,7 @@ def held(call: str, **arguments: str) -> dict[str, str]:
 
 
 def manifest(version: str, tensors: dict[str, Tensor] = TENSORS) -> dict[str, str]:
-    recorder = Recorder(DEFINITION.tensors)
-    list(recorder.watch(tensors.items()))
-    return Manifest.merged(int(version), SPEC, [recorder.sent()]).entries
+    return Manifest.merged(int(version), SPEC, [recorded(tensors)]).entries
 
 
 def test_a_call_that_fails_is_answered_because_other_ranks_wait_for_the_answer() -> None:

@@ -47,10 +47,7 @@ class Cache:
 @pytest.fixture(scope="module", params=[{}, {"kv": "fp8", "key_scale": 2.0, "value_scale": 0.25}], ids=["bf16", "fp8"])
 def cache(request: pytest.FixtureRequest) -> Cache:
     """In an engine of numerics with these keys."""
-    return made(NumericsConfig(spec=QuantSpec.preset("bf16"), **request.param).kv_format)
-
-
-def made(kv: KVFormat) -> Cache:
+    kv = NumericsConfig(spec=QuantSpec.preset("bf16"), **request.param).kv_format
     torch.manual_seed(0)
     slots = torch.randperm(2 * sum(LENGTHS))
     k_cache = torch.full((len(slots), KEY_HEADS, DIM), torch.nan, dtype=torch.bfloat16)
@@ -59,11 +56,11 @@ def made(kv: KVFormat) -> Cache:
     # Behind a sequence's end the table points anywhere.
     table = torch.randint(0, len(slots), (len(LENGTHS) + 3, max(LENGTHS) + 5), dtype=torch.int32)
     queries, expected, used = [], [], 0
-    for request, length in zip(requests.tolist(), LENGTHS):
+    for row, length in zip(requests.tolist(), LENGTHS):
         q, k, v = (torch.randn(1, length, heads, DIM).bfloat16() for heads in (HEADS, KEY_HEADS, KEY_HEADS))
         own = slots[used : used + length]
         used += length
-        table[request, :length] = own.int()
+        table[row, :length] = own.int()
         k, v = kv.keys(k), kv.values(v)
         k_cache[own], v_cache[own] = k[0], v[0]
         queries.append(q[0])

@@ -16,7 +16,7 @@ from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.rollout.engine.plugin import lifecycle
 from fp8rl.rollout.engine.plugin import weights as plugin_weights
 from fp8rl.rollout.engine.plugin.weights import ServedWeights
-from fp8rl.weight_sync.manifest import Manifest, Recorder
+from fp8rl.weight_sync.manifest import Manifest
 from tests.support import served_model
 from tests.support.definitions import listed
 from tests.support.served_model import ATTENTION, DEFINITION, DENSE, MOE, SPEC, base_of, build, hf_tensors_served, load
@@ -37,9 +37,7 @@ def served(model: nn.Module) -> ServedWeights:
 
 def sent(tensors: dict[str, Tensor], version: str) -> Manifest:
     """The trainer's side of a sync."""
-    recorder = Recorder(DEFINITION.tensors)
-    list(recorder.watch(tensors.items()))
-    return Manifest.merged(int(version), SPEC, [recorder.sent()])
+    return Manifest.merged(int(version), SPEC, [served_model.recorded(tensors)])
 
 
 def update(served: ServedWeights, model: nn.Module, tensors: dict[str, Tensor], version: str) -> dict[str, str]:
@@ -250,15 +248,10 @@ def test_a_fault_is_named(
 
 def dequantized_w13(tensors: dict[str, Tensor]) -> Tensor:
     """[experts, 2F, H]: each block of 128 x 128 codes times its scale, spelt out."""
-    matrices = []
-    for expert in range(3):
-        halves = []
-        for kind in ("gate", "up"):
-            name = f"{MOE}experts.{expert}.{kind}_proj.weight"
-            scales = tensors[name + "_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
-            halves.append(tensors[name].float() * scales)
-        matrices.append(torch.cat(halves))
-    return torch.stack(matrices).bfloat16()
+    names = [f"{MOE}experts.{expert}.{kind}_proj.weight" for expert in range(3) for kind in ("gate", "up")]
+    codes, scales = (torch.stack([tensors[name + end].float() for name in names]) for end in ("", "_scale_inv"))
+    values = codes * scales.repeat_interleave(128, 1).repeat_interleave(128, 2)
+    return values.unflatten(0, (3, 2)).flatten(1, 2).bfloat16()
 
 
 def test_an_engine_that_maps_a_base_holds_its_tensors_and_has_no_copy(served: ServedWeights, model: nn.Module) -> None:
@@ -329,10 +322,9 @@ def test_a_rank_takes_its_part_of_what_is_sent_and_leaves_the_other_ranks_expert
             zeros = nn.Parameter(torch.zeros_like(value), requires_grad=False)
             served_model.module_at(model, path).register_parameter(last, zeros)
     served = ServedWeights(SPEC.weight, model, definition, "0", rank)
-    recorder = Recorder(definition.tensors, ranks=2)
     served.invalidate()
-    served.load(stock_loader, recorder.watch(stacked(own).items()))
+    served.load(stock_loader, stacked(own).items())
     held = served.commit("1")
-    sent_to_all = Manifest.merged(1, SPEC, [recorder.sent()]).entries
+    sent_to_all = Manifest.merged(1, SPEC, [served_model.recorded(stacked(own), definition, ranks=2)]).entries
     expected = [f"{product}{suffix}#1/2" for suffix in ("", "_scale_inv")] + [names[2], f"{names[2]}_scale_inv"]
     assert held == {label: sent_to_all[label] for label in expected}
