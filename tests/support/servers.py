@@ -10,7 +10,6 @@ from typing import TypeVar
 import psutil
 
 from fp8rl.rollout.config import RolloutSection
-from fp8rl.rollout.engine.engine import Engine
 from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import Endpoint, Group, Problem, Prompt
 
@@ -58,11 +57,7 @@ def shared_memory(processes: list[psutil.Process]) -> set[Path]:
     return {path for path in paths if path.name.startswith("sglang_") and path.exists()}
 
 
-def use(server: Engine, action: Callable[[EngineClient], Awaitable[Result]]) -> Result:
-    return use_endpoint(server.endpoint, action)
-
-
-def use_endpoint(endpoint: Endpoint, action: Callable[[EngineClient], Awaitable[Result]]) -> Result:
+def use(endpoint: Endpoint, action: Callable[[EngineClient], Awaitable[Result]]) -> Result:
     async def run() -> Result:
         async with EngineClient(endpoint, timeout_s=60) as client:
             return await action(client)

@@ -16,7 +16,7 @@ from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import Endpoint, EngineError, SamplingParams
 from fp8rl_certify.server import certify_server
 from tests.support.planted_server import ask_little
-from tests.support.servers import group_members, use, use_endpoint
+from tests.support.servers import group_members, use
 
 
 def test_an_answer_may_take_any_time_and_administration_may_not() -> None:
@@ -46,7 +46,7 @@ def test_greedy_answers_are_the_models_own(server: Engine, tiny_model: Path) -> 
 
     prompts = [[11, 12, 13], [20, 21], [30]]
     sampling = SamplingParams(max_new_tokens=8, temperature=0.0)
-    completions = use(server, lambda client: client.complete(prompts, sampling))
+    completions = use(server.endpoint, lambda client: client.complete(prompts, sampling))
     model = Qwen3MoeForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16).eval()
     for prompt, completion in zip(prompts, completions):
         with torch.no_grad():
@@ -62,7 +62,7 @@ def test_wrong_and_swapped_keys_are_refused(server: Engine) -> None:
     assert right.api_key != right.admin_key and right.api_key not in repr(right) and right.admin_key not in repr(right)
     for key in ("wrong", right.admin_key):
         with pytest.raises(EngineError, match="401"):
-            use_endpoint(replace(right, api_key=key), lambda client: client.complete([[1]], sampling))
+            use(replace(right, api_key=key), lambda client: client.complete([[1]], sampling))
     actions: list[Callable[[EngineClient], Awaitable[Any]]] = [
         *(EngineClient.pause, EngineClient.resume, EngineClient.flush, EngineClient.report),
         lambda client: client.update_weights_from_disk("nowhere"),
@@ -71,8 +71,8 @@ def test_wrong_and_swapped_keys_are_refused(server: Engine) -> None:
     ]
     for action in actions:
         with pytest.raises(EngineError, match="401"):
-            use_endpoint(replace(right, admin_key=right.api_key), action)
-    assert use(server, lambda client: client.weight_version()) == 3
+            use(replace(right, admin_key=right.api_key), action)
+    assert use(server.endpoint, lambda client: client.weight_version()) == 3
 
 
 @pytest.mark.e2e
@@ -98,11 +98,11 @@ def test_no_key_leaks_and_what_no_run_needs_is_closed(server: Engine) -> None:
 @pytest.mark.e2e
 def test_what_the_engine_cannot_do_is_an_error_with_its_words(server: Engine, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="512|context|long"):
-        use(server, lambda client: client.complete([[1] * 600], SamplingParams(max_new_tokens=4)))
+        use(server.endpoint, lambda client: client.complete([[1] * 600], SamplingParams(max_new_tokens=4)))
     with pytest.raises(EngineError, match="update_weights_from_disk"):
-        use(server, lambda client: client.update_weights_from_disk(tmp_path / "nothing"))
-    assert use(server, lambda client: client.weight_version()) == 3
-    assert use(server, lambda client: client.complete([[1]], SamplingParams(max_new_tokens=1)))
+        use(server.endpoint, lambda client: client.update_weights_from_disk(tmp_path / "nothing"))
+    assert use(server.endpoint, lambda client: client.weight_version()) == 3
+    assert use(server.endpoint, lambda client: client.complete([[1]], SamplingParams(max_new_tokens=1)))
 
 
 @pytest.mark.e2e
@@ -126,7 +126,7 @@ def test_weights_are_updated_from_disk_and_versions_follow(server: Engine, tiny_
         await update(client, tiny_model, 3)
         return found
 
-    before, changed, back = use(server, run)
+    before, changed, back = use(server.endpoint, run)
     assert [set(c.weight_versions) for c in (before, changed, back)] == [{3}, {4}, {5}]
     assert before.logprobs == back.logprobs and before.token_ids == back.token_ids
     assert before.logprobs != changed.logprobs

@@ -230,12 +230,7 @@ def test_a_cancelled_start_leaves_nothing(tiny_model: Path, tmp_path: Path) -> N
 
     before = set(psutil.pids())
     asyncio.run(run())
-
-    def gone() -> bool:
-        left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
-        return not [p for p in left if p.status() != psutil.STATUS_ZOMBIE]
-
-    assert wait_until(gone, 30)
+    assert wait_until(lambda: not launched_since(before), 30)
 
 
 @pytest.mark.e2e

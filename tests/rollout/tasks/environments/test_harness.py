@@ -365,22 +365,6 @@ def test_a_command_that_says_much_takes_no_memory_of_the_run(tokenizer: Any) -> 
     assert len(str(caught.value)) < 5000
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"function": "harness"}, "environment.harness: found 'neither', expected either a command or a program"),
-        ({"function": "harness", "harness": {"command": ["ls"], "tool_parser": "x"}}, "harness.tool_parser: found 'x'"),
-        ({"function": "harness", "harness": {"command": ["ls"], "directory": "/no"}}, "harness.directory: found '/no'"),
-        ({"function": "harness", "harness": {"command": ["sh", "x.sh", "-e"]}}, "command: found 'x.sh', expected a"),
-        ({"function": "harness", "harness": {"program": "json:dumps"}}, "found 'json:dumps', expected an async"),
-        ({"function": "mine:play", "harness": {"command": ["ls"]}}, "a program beside function=mine:play"),
-    ],
-)
-def test_a_program_that_cannot_be_run_is_refused_before_anything_starts(settings: Any, message: str) -> None:
-    with pytest.raises(UserError, match=re.escape(message)):
-        load_environment(EnvironmentSection.model_validate(settings))
-
-
 def test_a_program_with_a_slash_is_a_path_of_the_spec_and_a_refusal_says_where_it_was_looked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
