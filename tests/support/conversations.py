@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fp8rl.rollout.tasks.chat import end_ids
 from fp8rl.rollout.tasks.environments.conversation import Conversation
 from fp8rl.rollout.types import Group, Problem, Prompt, SamplingParams, Trajectory
 
@@ -55,13 +56,20 @@ class Stage:
         fields: Mapping[str, Any] | None = None,
     ) -> Trajectory:
         """The trajectory of a conversation with these lines of the model."""
-        self.model = model = Model(self.tokenizer, *lines)
-        sampling = SamplingParams(max_new_tokens, stop_token_ids=(self.tokenizer.eos_token_id,))
+        self.model = Model(self.tokenizer, *lines)
         prompt = Prompt(Problem(question, answer, fields=fields or {}), ids(self.tokenizer, question))
+        return rows_of(self.tokenizer, environment, self.model, prompt, max_new_tokens)[0]
 
-        async def run() -> Trajectory:
-            conversation = Conversation(prompt, 7, sampling, model, self.tokenizer, timeout_s=5.0)
-            outcome: Any = await conversation.run(environment)
-            return conversation.trajectories(outcome)[0]
 
-        return asyncio.run(run())
+def rows_of(
+    tokenizer: Any, environment: Any, model: Any, prompt: Prompt, max_new_tokens: int, longest: int | None = None
+) -> list[Trajectory]:
+    """What is recorded of a conversation with a model."""
+    sampling = SamplingParams(max_new_tokens, stop_token_ids=end_ids(tokenizer))
+
+    async def run() -> list[Trajectory]:
+        conversation = Conversation(prompt, 7, sampling, model, tokenizer, timeout_s=60.0, longest=longest)
+        outcome: Any = await conversation.run(environment)
+        return conversation.trajectories(outcome)
+
+    return asyncio.run(run())

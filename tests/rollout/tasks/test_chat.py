@@ -22,7 +22,7 @@ from fp8rl.rollout.tasks.environments.recording import Recording
 from fp8rl.rollout.tasks.openai import Refusal, read_request
 from fp8rl.rollout.types import Problem, Prompt, SamplingParams, Trajectory
 from tests.support.chat_templates import KINDS, Kind, with_template
-from tests.support.conversations import Model
+from tests.support.conversations import Model, rows_of
 from tests.support.conversations import ids as tokens
 from tests.support.paths import EXAMPLES
 
@@ -52,14 +52,7 @@ def whole(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any)
 def played(tokenizer: Any, environment: Any, model: Any, messages: Messages, options: Any = None) -> Trajectory:
     problem = Problem("?", "!", messages, chat_template=options or {})
     prompt = Prompt(problem, prompt_ids(tokenizer, messages, options))
-    sampling = SamplingParams(4000, stop_token_ids=end_ids(tokenizer))
-
-    async def play() -> Trajectory:
-        conversation = Conversation(prompt, 7, sampling, model, tokenizer, timeout_s=60.0)
-        await conversation.run(environment)
-        return conversation.trajectories({})[0]
-
-    return asyncio.run(play())
+    return rows_of(tokenizer, environment, model, prompt, 4000)[0]
 
 
 def words(draws: random.Random) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import random
 from collections.abc import Awaitable, Callable, Sequence
@@ -13,7 +12,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from fp8rl.rollout.tasks.chat import answer_ids, end_ids, prompt_ids
+from fp8rl.rollout.tasks.chat import answer_ids, prompt_ids
 from fp8rl.rollout.tasks.environments.conversation import Conversation, Turn, transcript
 from fp8rl.rollout.tasks.environments.recording import Recording
 from fp8rl.rollout.tasks.openai import CompletionRequest
@@ -21,6 +20,7 @@ from fp8rl.rollout.tasks.tokens import behind_ids, text_ids, text_of
 from fp8rl.rollout.types import Group, Problem, Prompt, SamplingParams, Trajectory
 from tests.support.blanks import BLANKS, TEMPLATES, tokenizer_with_blanks
 from tests.support.conversations import ids as tokens
+from tests.support.conversations import rows_of
 from tests.support.paths import EXAMPLES
 
 USER = {"role": "user", "content": "1+2=?"}
@@ -52,14 +52,8 @@ class Writer:
 def talked(
     tokenizer: Any, messages: list[dict[str, str]], talk: Callable[[Conversation, Writer], Awaitable[object]]
 ) -> list[Trajectory]:
-    async def run() -> list[Trajectory]:
-        writer, prompt = Writer(tokenizer), Prompt(Problem("?", "", list(messages)), prompt_ids(tokenizer, messages))
-        sampling = SamplingParams(2000, stop_token_ids=end_ids(tokenizer))
-        conversation = Conversation(prompt, 7, sampling, writer, tokenizer, timeout_s=60.0, longest=4000)
-        await conversation.run(lambda it: talk(it, writer))
-        return conversation.trajectories({})
-
-    return asyncio.run(run())
+    writer, prompt = Writer(tokenizer), Prompt(Problem("?", "", list(messages)), prompt_ids(tokenizer, messages))
+    return rows_of(tokenizer, lambda it: talk(it, writer), writer, prompt, 2000, longest=4000)
 
 
 @pytest.mark.parametrize(("where", "name"), EACH)
