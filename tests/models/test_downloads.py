@@ -54,7 +54,7 @@ def said(what: str, body: Any, headers: dict[str, str] | None = None, status: in
     def odd(handler: Any, path: str) -> bool:
         if found := about(what, path):
             data = body if isinstance(body, bytes) else json.dumps(body).encode()
-            handler._send(data, headers, status)
+            handler.send(data, status, headers)
         return found
 
     return odd

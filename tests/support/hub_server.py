@@ -2,13 +2,13 @@
 
 import hashlib
 import json
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+from tests.support.http_server import Handler, http_server, url_of
 
 TOKEN = "hf_ofatest"
 
@@ -46,9 +46,7 @@ def hub_server() -> Iterator[Hub]:
     """Serve an empty hub."""
     hub = Hub()
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+    class Answering(Handler):
         def do_GET(self) -> None:
             path = unquote(urlsplit(self.path).path).strip("/")
             hub.asked.append(f"{self.command} {path}")
@@ -69,39 +67,25 @@ def hub_server() -> Iterator[Hub]:
             files = repository.revisions[sha]
             if what == "revision":
                 siblings = [{"rfilename": name} for name in files]
-                return self._send(json.dumps({"id": "/".join(parts[:2]), "sha": sha, "siblings": siblings}).encode())
+                return self.send(json.dumps({"id": "/".join(parts[:2]), "sha": sha, "siblings": siblings}).encode())
             if what == "tree":
                 tree = [
                     {"type": "file", "path": name, "size": len(data), "oid": _etag(data)}
                     for name, data in files.items()
                 ]
-                return self._send(json.dumps(tree).encode())
+                return self.send(json.dumps(tree).encode())
             if (data := files.get("/".join(rest))) is None:
                 return self._fail(404, "EntryNotFound")
-            return self._send(data, {"x-repo-commit": sha, "etag": f'"{_etag(data)}"'})
+            return self.send(data, 200, {"x-repo-commit": sha, "etag": f'"{_etag(data)}"'})
 
         do_HEAD = do_GET
 
         def _fail(self, status: int, code: str) -> None:
-            self._send(b"{}", {"x-error-code": code}, status)
+            self.send(b"{}", status, {"x-error-code": code})
 
-        def _send(self, body: bytes, headers: dict[str, str] | None = None, status: int = 200) -> None:
-            self.send_response(status)
-            for name, value in {"content-length": str(len(body)), **(headers or {})}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(body)
-
-        def log_message(self, *_: Any) -> None: ...
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        hub.url = f"http://127.0.0.1:{server.server_address[1]}"
-        try:
-            yield hub
-        finally:
-            server.shutdown()
+    with http_server(Answering) as server:
+        hub.url = url_of(server)
+        yield hub
 
 
 def _etag(data: bytes) -> str:

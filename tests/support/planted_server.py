@@ -6,12 +6,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
 from fp8rl_certify import api, probe
+from tests.support.http_server import Handler, http_server, url_of
 
 CHUNK = 128
 NAME = "planted"
@@ -142,33 +142,21 @@ def ask_little(patch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def serve(planted: Planted) -> Iterator[str]:
     """Its address, for as long as the block lasts."""
-    handler = type("Handler", (_Handler,), {"planted": planted})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        planted.over.set()
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with http_server(type("Handler", (_Handler,), {"planted": planted})) as server:
+        try:
+            yield url_of(server)
+        finally:
+            planted.over.set()
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Handler):
     planted: Planted
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-
-    def log_message(self, *_: Any) -> None:
-        """Nothing is logged."""
 
     def do_GET(self) -> None:
         self._answer(None)
 
     def do_POST(self) -> None:
-        self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self._answer(json.loads(self.body()))
 
     def _answer(self, body: dict[str, Any] | None) -> None:
         planted = self.planted
@@ -179,11 +167,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         status, value = planted.respond(self.path, body, self.headers.get("Authorization"))
-        text = json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
+        self.send(json.dumps(value).encode(), status)
 
 
 def _logprob(row: Sequence[int], token: int) -> float:

@@ -1,4 +1,4 @@
-"""A wandb server of ours on a real socket: it takes runs, and may stall or die."""
+"""A wandb server of ours on a real socket: it takes runs, and may stall."""
 
 import gzip
 import json
@@ -7,8 +7,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from tests.support.http_server import Handler, http_server, url_of
 
 ACCOUNT = {"id": "u", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}
 PROJECT = {"id": "p", "name": "test", "entity": {"id": "e", "name": "me"}}
@@ -18,34 +19,21 @@ PROJECT = {"id": "p", "name": "test", "entity": {"id": "e", "name": "me"}}
 class WandbServer:
     """Answers what wandb 0.31 asks when it uploads a run.
 
-    history: by run id, the rows that have come, where the upload says that they belong. calls: names of GraphQL
-    operations, and ends of paths. stalls: once set, whoever asks waits until `go_on` is. refuses: once set, nobody is
-    let in.
+    history: by run id, the rows that have come, where the upload says that they belong. stalls: once set, whoever asks
+    waits until `go_on` is. refuses: once set, nobody is let in.
     """
 
-    http: ThreadingHTTPServer
+    url: str
     history: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    calls: list[str] = field(default_factory=list)
     stalls: threading.Event = field(default_factory=threading.Event)
     refuses: threading.Event = field(default_factory=threading.Event)
     go_on: threading.Event = field(default_factory=threading.Event)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.http.server_address[1]}"
-
-    def die(self) -> None:
-        """Nobody listens any more."""
-        self.http.shutdown()
-        self.http.server_close()
 
     def answer(self, path: str, body: bytes) -> Any:
         if path.endswith("/graphql"):
             asked = json.loads(body)
             (name,) = re.findall(r"^\s*(?:query|mutation)\s+(\w+)", asked["query"])
-            self.calls.append(name)
             return {"data": self._data(name, asked.get("variables") or {})}
-        self.calls.append(path.rpartition("/")[2])
         if path.endswith("/file_stream"):
             files = json.loads(body).get("files") or {}
             if (part := files.get("wandb-history.jsonl")) is not None:
@@ -81,41 +69,24 @@ class WandbServer:
         return {"id": run, "name": run, **counts, **tails, "config": "{}", "wandbConfig": '{"t": 1}'}
 
 
-class Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that is killed breaks its connections."""
-
-
 @contextmanager
 def wandb_server() -> Iterator[WandbServer]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+    class Answering(Handler):
         def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers.get("content-length") or 0))
+            body = self.body()
             if self.headers.get("content-encoding") == "gzip":
                 body = gzip.decompress(body)
             if server.stalls.is_set():
                 server.go_on.wait()
             refused = server.refuses.is_set()
             answer = json.dumps({"errors": []} if refused else server.answer(self.path, body)).encode()
-            self.send_response(401 if refused else 200)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(answer)))
-            self.end_headers()
-            self.wfile.write(answer)
+            self.send(answer, 401 if refused else 200, {"content-type": "application/json"})
 
         do_PUT = do_GET = do_POST
 
-        def log_message(self, *_: object) -> None: ...
-
-    http = Server(("127.0.0.1", 0), Handler)
-    server = WandbServer(http)
-    threading.Thread(target=http.serve_forever, args=(0.02,), daemon=True).start()
-    try:
-        yield server
-    finally:
-        server.go_on.set()
-        server.die()
+    with http_server(Answering) as http:
+        server = WandbServer(url_of(http))
+        try:
+            yield server
+        finally:
+            server.go_on.set()

@@ -6,10 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from fp8rl.rollout.engine.server.processes import claim_port
 from fp8rl.rollout.engine.server.scratch import remove_scratch
 from fp8rl.rollout.tasks.rewards import RewardSection, load_function
 from fp8rl.rollout.tasks.rewards.builtin import format, integer, length
+from tests.support.http_server import Handler, http_server, url_of
 from tests.support.paths import EXAMPLES
 from tests.support.servers import wait_until
 
@@ -170,20 +169,11 @@ def letters(path: str, headers: Any, body: Any) -> Any:
 def service(reply: Callable[[str, Any, Any], Any] = letters) -> Iterator[str]:
     """Answers with what `reply` makes of path, headers and body: the number of letters, and what else it was told."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Answering(Handler):
         def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            asked = json.loads(self.body())
             body = json.dumps(reply(self.path, self.headers, asked)).encode()
-            self.send_response(500 if asked.get("answer") == "bad" else 200)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            self.send(body, 500 if asked.get("answer") == "bad" else 200)
 
-        def log_message(self, *_: object) -> None: ...
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}"
-        finally:
-            server.shutdown()
+    with http_server(Answering) as server:
+        yield url_of(server)
