@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import io
 import json
 import pickle
 import re
@@ -38,6 +37,7 @@ from tests.fp8rl.test_forged import Planted
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import EXPERTS, LAYERS
 from tests.support.trainers import MakeTrainer, save_checkpoint, stage_checkpoint
+from tests.support.wire import flip
 
 pytestmark = pytest.mark.slow
 
@@ -177,7 +177,7 @@ def test_a_bit_that_flips_before_a_checkpoint_has_its_name_is_found(
     def write(file: Path, items: Any) -> Any:
         placed = original(file, items)
         (place,) = [result.storage_data for result in placed if result.index == masters.index]
-        flip_bit(file, place.offset + place.length // 2)
+        flip(file, place.offset + place.length // 2)
         return placed
 
     if where == "on the disk":
@@ -199,15 +199,8 @@ def test_what_is_not_a_checkpoint_of_this_format_is_refused(kept: tuple[Any, Pat
             trainer.load(tmp_path / name)
 
 
-def flip_bit(file: Path, position: int) -> None:
-    data = bytearray(file.read_bytes())
-    data[position] ^= 1 << 3
-    file.write_bytes(data)
-
-
 DAMAGE: dict[str, Any] = {
-    "flipped": lambda file: flip_bit(file, file.stat().st_size // 2),
-    "cut off": lambda file: file.write_bytes(file.read_bytes()[:-100]), "gone": Path.unlink,
+    "flipped": flip, "cut off": lambda file: file.write_bytes(file.read_bytes()[:-100]), "gone": Path.unlink,
     "of another step": lambda file: file.write_text(file.read_text().replace('"step": 1', '"step": 2')),
 }  # fmt: skip
 
@@ -253,9 +246,9 @@ def _forged(kind: str, checkpoint: Path, ran: Path) -> None:
         case "common":
             torch.save({"step": Planted(ran)}, state / "common.pt")
         case "tensors":
-            packed = _packed(Planted(ran)).getvalue()
-            (state / "planted.distcp").write_bytes(packed)
-            found.storage_data = dict.fromkeys(found.storage_data, _StorageInfo("planted.distcp", 0, len(packed)))
+            torch.save(Planted(ran), file := state / "planted.distcp")
+            place = _StorageInfo(file.name, 0, file.stat().st_size)
+            found.storage_data = dict.fromkeys(found.storage_data, place)
         case "a file elsewhere":
             found.storage_data = {
                 index: _StorageInfo("../../a/state/__0_0.distcp", place.offset, place.length)
@@ -303,10 +296,3 @@ def test_no_attribute_but_a_member_of_an_enumeration_is_read(owner: type, name: 
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Attribute()))
     with pytest.raises(pickle.UnpicklingError, match="a pickle that names"):
         read_metadata(tmp_path / ".metadata")
-
-
-def _packed(value: Any) -> io.BytesIO:
-    packed = io.BytesIO()
-    torch.save(value, packed)
-    packed.seek(0)
-    return packed

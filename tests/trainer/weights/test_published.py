@@ -24,6 +24,7 @@ from fp8rl.trainer.config import TrainerSection
 from fp8rl.weight_sync.served import convert_checkpoint
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import token_by_token, write_family, write_model
+from tests.support.padded import weights
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_model import TinyModel
 from tests.support.towers import with_tower
@@ -172,7 +173,7 @@ def test_a_written_model_is_the_one_read(name, paths, tmp_path, make_trainer) ->
     check_stored(path, read_model(path), say=said.append)
     trainer = make_trainer(path, "fp8")
     trainer.weights.write(trainer.model, tmp_path / "before")
-    stored, written = (all_of(folder) for folder in (path, tmp_path / "before"))
+    stored, written = (weights(folder) for folder in (path, tmp_path / "before"))
     assert written.keys() == stored.keys()
     different = [key for key in stored if not bits_equal(written[key], stored[key])]
     assert not different
@@ -182,7 +183,7 @@ def test_a_written_model_is_the_one_read(name, paths, tmp_path, make_trainer) ->
     assert len(said) == 1 and f"tower for pictures ({len(tower)} tensors" in said[0] and len(tower) > 10
     trainer.train_step(batch, cross_entropy(batch))
     trainer.weights.write(trainer.model, tmp_path / "after")
-    trained, exported = all_of(tmp_path / "after"), dict(trainer.weights.share(trainer.model))
+    trained, exported = weights(tmp_path / "after"), dict(trainer.weights.share(trainer.model))
     for key in stored:
         kept = key.startswith(("model.visual.", "mtp."))
         if "norm" not in key and ".experts." not in key:
@@ -197,14 +198,14 @@ def test_a_written_model_is_the_one_read(name, paths, tmp_path, make_trainer) ->
 
 def test_ranks_write_their_experts_into_one_tensor(paths: dict[str, Path], tmp_path: Path) -> None:
     run_on_ranks(TrainerSection(ep=2, dp=2), tmp_path / "ranks", partial(write, paths["moe"], tmp_path / "written"))
-    stored, written = load_file(paths["moe"] / "model.safetensors"), all_of(tmp_path / "written")
+    stored, written = load_file(paths["moe"] / "model.safetensors"), weights(tmp_path / "written")
     assert written.keys() == stored.keys() and all(bits_equal(written[key], stored[key]) for key in stored)
     check_stored(tmp_path / "written", read_model(tmp_path / "written"))
 
 
 def test_an_engine_gets_a_model_of_the_text_alone(paths: dict[str, Path], tmp_path: Path) -> None:
     convert_checkpoint(paths["moe"], tmp_path / "served", POW2)
-    model, served = read_model(tmp_path / "served", served=True), all_of(tmp_path / "served")
+    model, served = read_model(tmp_path / "served", served=True), weights(tmp_path / "served")
     assert model.architecture is read_model(paths["moe"]).architecture and not model.sizes.tower
     assert {key.removesuffix("_scale_inv") for key in served} == model.tensors.rows.keys()
     config = json.loads((tmp_path / "served" / "config.json").read_text())
@@ -214,10 +215,6 @@ def test_an_engine_gets_a_model_of_the_text_alone(paths: dict[str, Path], tmp_pa
 
 def bits_equal(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one, other)
-
-
-def all_of(path: Path) -> dict[str, Tensor]:
-    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def write(path: Path, out: Path, layout, config: TrainerSection) -> None:
