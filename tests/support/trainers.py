@@ -13,6 +13,7 @@ from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import TrainerSection, TrainerSpec
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.step.batch import TokenBatch
+from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import LENGTH
 
 MakeTrainer = Callable[..., Any]
@@ -65,6 +66,16 @@ def passed(trainer: Any, batch: TokenBatch, objective: Any) -> tuple[dict[str, T
 
 def gradients(trainer: Any) -> dict[str, Tensor]:
     return {name: p.main_grad.clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+def train(trainer: Any, first: int, last: int, **size: Any) -> list[tuple[float, ...]]:
+    """Loss, gradient norm and learning rate of a step for each seed. size: of the batches."""
+    out = []
+    for seed in range(first, last):
+        batch = random_batch(seed=seed, **size)
+        result = trainer.train_step(batch, cross_entropy(batch)).result
+        out.append((result.loss, result.grad_norm, trainer.optimizer.lr))
+    return out
 
 
 def stage_checkpoint(trainer: Any, path: Path, extra: dict[str, Any]) -> Any:

@@ -27,7 +27,7 @@ from tests.support.batches import cross_entropy, random_batch
 from tests.support.cuda_ipc import install_cuda_ipc
 from tests.support.launches import Made
 from tests.support.models import write_model
-from tests.support.trainers import MakeTrainer, Models, save_checkpoint, spread
+from tests.support.trainers import MakeTrainer, Models, save_checkpoint, spread, train
 
 pytestmark = pytest.mark.slow
 
@@ -198,12 +198,6 @@ def test_weights_that_engines_read_too_are_trained_beside_and_resumed_as_before(
     apart.load(tmp_path / "shared")
     shared.load(tmp_path / "apart")
     assert train(shared, 2, 3) == train(apart, 2, 3)
-
-
-def train(trainer: Any, first: int, last: int) -> list[tuple[float, float]]:
-    batches = [random_batch(seed=step) for step in range(first, last)]
-    results = [trainer.train_step(batch, cross_entropy(batch)).result for batch in batches]
-    return [(each.loss, each.grad_norm) for each in results]
 
 
 def test_without_its_adapter_a_policy_is_its_base_and_bf16_is_bf16(path: Path, make_trainer: MakeTrainer) -> None:

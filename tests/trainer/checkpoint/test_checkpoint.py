@@ -36,7 +36,7 @@ from fp8rl.trainer.inventory import optimizer_state
 from tests.fp8rl.test_forged import Planted
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import EXPERTS, LAYERS
-from tests.support.trainers import MakeTrainer, save_checkpoint, stage_checkpoint
+from tests.support.trainers import MakeTrainer, save_checkpoint, stage_checkpoint, train
 from tests.support.wire import flip
 
 pytestmark = pytest.mark.slow
@@ -46,18 +46,9 @@ pytestmark = pytest.mark.slow
 def kept(moe_path: Path, tmp_path_factory: pytest.TempPathFactory, make_trainer: MakeTrainer) -> tuple[Any, Path]:
     """A trainer, and the checkpoint of its first step, of which a test changes a copy."""
     trainer, path = make_trainer(moe_path), tmp_path_factory.mktemp("kept") / "a"
-    _train(trainer, 0, 1)
+    train(trainer, 0, 1)
     save_checkpoint(trainer, path, {})
     return trainer, path
-
-
-def _train(trainer: Any, first: int, last: int, **size: int) -> list[tuple[float, float, float]]:
-    out = []
-    for step in range(first, last):
-        batch = random_batch(seed=step, **size)
-        result = trainer.train_step(batch, cross_entropy(batch)).result
-        out.append((result.loss, result.grad_norm, trainer.optimizer.lr))
-    return out
 
 
 @pytest.mark.parametrize(("model", "steps_before_loading"), [("moe", 2), ("linear", 0)])
@@ -66,15 +57,15 @@ def test_two_and_two_steps_equal_four(model, steps_before_loading, tmp_path, mak
     size = {"rows": 3, "longest": 12} if model == "linear" else {}
     settings, path = {"decay": "cosine", "warmup_steps": 1, "weight_decay": 0.1}, models[model]
     straight = make_trainer(path, "fp8", **settings)
-    expected = _train(straight, 0, 2, **size)
+    expected = train(straight, 0, 2, **size)
     save_checkpoint(straight, tmp_path / "step_2", {"seed": 7, "cursor": [1, 2]})
-    expected += _train(straight, 2, 4, **size)
+    expected += train(straight, 2, 4, **size)
     resumed, batch = make_trainer(path, "fp8", **settings), random_batch(**size)
-    _train(resumed, 10, 10 + steps_before_loading, **size)  # a different past must leave no trace
+    train(resumed, 10, 10 + steps_before_loading, **size)  # a different past must leave no trace
     before = resumed.score(batch)[1]  # for which weights are quantized
     assert resumed.load(tmp_path / "step_2") == {"seed": 7, "cursor": [1, 2]}
     assert resumed.weight_version == 2 and not torch.equal(resumed.score(batch)[1], before)
-    assert _train(resumed, 2, 4, **size) == expected[2:]
+    assert train(resumed, 2, 4, **size) == expected[2:]
     ours, theirs = (dict(t.model.named_parameters()) for t in (resumed, straight))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
@@ -82,7 +73,7 @@ def test_two_and_two_steps_equal_four(model, steps_before_loading, tmp_path, mak
 def test_an_optimizer_without_parameters_counts_steps_of_the_others(moe_path: Path, make_trainer: MakeTrainer) -> None:
     """The experts' one of a pipeline stage whose layers have none."""
     trainer = make_trainer(moe_path, "bf16")
-    _train(trainer, 0, 2)
+    train(trainer, 0, 2)
     dense, experts = trainer.optimizer.inner.chained_optimizers
     experts.optimizer = torch.optim.AdamW([{"params": [], "is_expert_parallel": True}])
     (group,) = experts.state_dict()["optimizer"]["param_groups"]
@@ -96,7 +87,7 @@ def test_experts_that_are_one_parameter_and_parameters_of_their_own_have_the_sam
 ) -> None:
     """Native mode has a parameter for each, as exact mode had: with one key for all layers and experts."""
     first, second = make_trainer(moe_path, mode=wrote), make_trainer(moe_path, mode=reads)
-    _train(first, 0, 2)
+    train(first, 0, 2)
     save_checkpoint(first, tmp_path / "a", {})
     found = FileSystemReader(tmp_path / "a" / STATE).read_metadata().state_dict_metadata
     for product, shape in (("linear_fc1", (256, 256)), ("linear_fc2", (256, 128))):
@@ -118,13 +109,13 @@ def _by_name(trainer: Any) -> list[tuple[str, str, torch.Tensor]]:
 
 def test_a_checkpoint_of_weights_has_no_past(moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(moe_path, "fp8", lr=0.05)
-    _train(trainer, 0, 2)
+    train(trainer, 0, 2)
     save_checkpoint(trainer, tmp_path / "all", {})
     save_checkpoint(trainer, tmp_path / "weights", {CONTENT: "weights"})
     sizes = {name: sum(size for size, _ in read_about(tmp_path / name).files.values()) for name in ("all", "weights")}
     assert sizes["weights"] < sizes["all"] / 5, "2 bytes a parameter, not 14"
     other = make_trainer(moe_path, "fp8", lr=0.05)
-    _train(other, 10, 12)
+    train(other, 10, 12)
     assert other.load(tmp_path / "weights") == {CONTENT: "weights"} and other.weight_version == 2
     saved = dict(trainer.model.named_parameters())
     for name, weight in other.model.named_parameters():
@@ -138,10 +129,10 @@ def test_a_checkpoint_of_weights_has_no_past(moe_path: Path, tmp_path: Path, mak
 
 def test_what_is_written_beside_training_was_staged(moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(moe_path, "fp8")
-    _train(trainer, 0, 2)
+    train(trainer, 0, 2)
     save_checkpoint(trainer, tmp_path / "at once", {"seed": 7})
     staged = stage_checkpoint(trainer, tmp_path / "elsewhere/beside", {"seed": 7})
-    after = _train(trainer, 2, 4)
+    after = train(trainer, 2, 4)
     staged.publish([staged.write()])
     at_once, beside = (
         {file.relative_to(path): file.read_bytes() for file in path.rglob("*") if file.is_file()}
@@ -149,7 +140,7 @@ def test_what_is_written_beside_training_was_staged(moe_path: Path, tmp_path: Pa
     )
     assert at_once == beside and len(at_once) >= 4
     trainer.load(tmp_path / "elsewhere/beside")
-    assert _train(trainer, 2, 4) == after
+    assert train(trainer, 2, 4) == after
 
 
 def test_what_is_unfinished_leaves_the_old_one(moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:

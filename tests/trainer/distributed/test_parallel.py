@@ -25,6 +25,7 @@ from fp8rl.trainer.distributed import parallel
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.state_bytes import state_bytes
 from fp8rl.weight_sync.served import served_bytes, served_tensors
+from tests.support import trainers
 from tests.support.batches import Poisoned, cross_entropy, random_batch, random_routes
 from tests.support.models import LENGTH, write_family
 from tests.support.ranks import run_on_ranks
@@ -45,6 +46,7 @@ RECOMPUTED = {
 """What the gradients of padded rows and of rows end to end compute once more: layouts differ in a layer's collectives,
 a stage's layers, a row's chunks."""
 BATCH: dict[str, Any] = {"rows": 7, "longest": 60, "temperature": 0.9}
+two_steps = functools.partial(trainers.train, first=5, last=7, **BATCH)
 FAMILIES = {
     "ep2": ("sigmoid",), "dp2": ("sigmoid",), "pp2": ("latent", "linear", "sigmoid"),
     "tp2ep2": ("latent", "linear", "sigmoid"), "cp2": ("sigmoid",),
@@ -206,15 +208,6 @@ def routed_batch():
     return replace(batch, routes=random_routes(batch), replay=True)
 
 
-def two_steps(trainer: Any) -> list[tuple[float, float]]:
-    out = []
-    for seed in (5, 6):
-        batch = random_batch(**BATCH, seed=seed)
-        result = trainer.train_step(batch, cross_entropy(batch)).result
-        out.append((result.loss, result.grad_norm))
-    return out
-
-
 def gradients(trainer: Any) -> dict[str, Tensor]:
     """The summed gradients by HF name, those of this rank's share."""
     batch, wrapped = random_batch(**BATCH), trainer.optimizer.model
@@ -281,7 +274,7 @@ class OneRank:
         return gradients(self.trainer(kind, "bf16", k_splits, dtype=torch.float32))
 
     @functools.cache  # noqa: B019
-    def resumed(self, k_splits: int) -> tuple[Any, list[tuple[float, float]]]:
+    def resumed(self, k_splits: int) -> tuple[Any, list[tuple[float, ...]]]:
         """A trainer that has gone on from the checkpoint, and its two steps."""
         trainer = self.trainer("moe", "fp8", k_splits)
         trainer.load(self.checkpoint)
@@ -316,8 +309,8 @@ def test_a_critic_s_values_are_bit_equal_and_its_steps_those_of_one_rank(outcome
     assert_close_steps([rank["critic"][1] for rank in outcome.ranks], steps)
 
 
-def assert_close_steps(of_ranks: list[list[tuple[float, float]]], expected: list[tuple[float, float]]) -> None:
-    """Loss and norm of steps: the same on each rank, and nearly those of one."""
+def assert_close_steps(of_ranks: list[list[tuple[float, ...]]], expected: list[tuple[float, ...]]) -> None:
+    """Loss, norm and rate of steps: the same on each rank, and nearly those of one."""
     for steps in of_ranks:
         assert steps == of_ranks[0]
         assert all(found == pytest.approx(wanted, rel=2e-2) for found, wanted in zip(steps, expected, strict=True))
