@@ -3,6 +3,7 @@ against a forward written from docs/exactness.md."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,33 +12,24 @@ from safetensors.torch import load_file
 
 import tests.support.interpreter  # noqa: F401
 from examples.upcycle import upcycle
-from fp8rl.models import read_model
 from fp8rl.numerics.backend.implementation import using
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.numerics.spec import QuantSpec
-from fp8rl.numerics.weight_cache import WeightCache
 from fp8rl.trainer.config import TrainerSection
-from fp8rl.trainer.megatron.lowering import Lowering
-from fp8rl.trainer.modules.precision import Precision
 from lab.bench.float64 import logprobs
 from lab.bench.rounded import Rounded
 from tests.support.batches import cross_entropy, random_batch
-from tests.support.models import LENGTH, write_model
+from tests.support.meta_model import built
+from tests.support.models import write_model
 from tests.support.padded import dense
-from tests.support.trainers import MakeTrainer, scored
+from tests.support.trainers import POW2, MakeTrainer, scored
 
 
 @pytest.mark.parametrize("mode", ["exact", "native"])
 def test_parameters_are_on_the_gpu(mode: str, moe_path: Path, layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, which is another device than the one that torch takes by default."""
-    from fp8rl.trainer.megatron.model import build_model
-
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("meta"))
-    numerics, definition = NumericsConfig(mode=mode, spec=QuantSpec.preset("fp8_block_pow2")), read_model(moe_path)
-    precision = Precision(numerics, WeightCache(), definition.sizes.layers)
-    model = build_model(definition, TrainerSection(), precision, Lowering(), LENGTH)
-    parameters = dict(model.named_parameters())
+    monkeypatch.setattr(torch.cuda, "current_device", torch.cuda.current_device)  # `built` takes its place
+    parameters = dict(built(moe_path, TrainerSection(), NumericsConfig(mode=mode, spec=POW2)).named_parameters())
     assert {name for name, parameter in parameters.items() if parameter.device.type != "meta"} == set()
     assert any("router" in name for name in parameters)
 
@@ -50,19 +42,6 @@ def test_an_exported_directory_has_every_file(moe_path: Path, tmp_path: Path, ma
     stored, written = load_file(moe_path / "model.safetensors"), load_file(out / "model.safetensors")
     assert all(torch.equal(stored[name], written[name]) for name in stored)
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
-@pytest.mark.parametrize("moe", [True, False])
-def test_a_row_alone_and_in_a_batch_has_the_same_logprobs(precision, moe, moe_path, dense_path, make_trainer) -> None:
-    trainer = make_trainer(moe_path if moe else dense_path, precision, micro_batch_tokens=4096)
-    batch = random_batch(rows=10, longest=330, temperature=0.7)
-    together = scored(trainer, batch)
-    for row in (0, 4, 9):
-        length = int(batch.lengths[row])
-        _, alone = trainer.score(batch.select([row]))
-        assert alone[0, 1:].abs().min() > 0 and torch.equal(alone[0], together[row, :length])
-        assert not together[row, length:].any()
 
 
 def test_the_number_of_k_slices_is_part_of_the_result(dense_path: Path, make_trainer: MakeTrainer) -> None:
@@ -84,14 +63,22 @@ def small_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(path, layers=1, heads=2, kv_heads=1, hidden=128, experts=4)
 
 
-def test_a_row_has_the_same_logprobs_alone_and_in_a_batch(small_path: Path, make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(small_path, "fp8", micro_batch_tokens=4096)
-    batch = random_batch(rows=2, longest=12, temperature=0.7)
-    with using("triton"):
-        rows, scored = trainer.score(batch)
-        _, (alone,) = trainer.score(batch.select([0]))
-    together = scored[torch.tensor(rows).argsort()][0]
-    assert alone[1:].abs().min() > 0 and torch.equal(alone, together)
+KINDS = [("moe", "bf16"), ("moe", "fp8"), ("dense", "bf16"), ("dense", "fp8"), ("small", "fp8")]
+
+
+@pytest.mark.parametrize(("kind", "precision"), KINDS)
+def test_a_row_has_the_same_logprobs_alone_and_in_a_batch(kind, precision, models, small_path, make_trainer) -> None:
+    """Of the small model by Triton's kernels."""
+    small = kind == "small"
+    trainer = make_trainer(small_path if small else models[kind], precision, micro_batch_tokens=4096)
+    batch = random_batch(*((2, 12) if small else (10, 330)), temperature=0.7)
+    with using("triton") if small else nullcontext():
+        together = scored(trainer, batch)
+        for row in {0, batch.rows // 2, batch.rows - 1}:
+            length = int(batch.lengths[row])
+            _, (alone,) = trainer.score(batch.select([row]))
+            assert alone[1:].abs().min() > 0 and torch.equal(alone, together[row, :length])
+            assert not together[row, length:].any()
 
 
 def test_loss_and_gradients_are_close_to_the_definitions(small_path: Path, make_trainer: MakeTrainer) -> None:
