@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import shutil
 import weakref
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -86,8 +87,10 @@ def test_weights_are_quantized_once(moe_path: Path, make_trainer: MakeTrainer, m
 def test_learning_rate_schedules(moe_path: Path, make_trainer: MakeTrainer) -> None:
     from fp8rl.trainer.distributed.optimizer import schedule
 
+    made = cache(lambda min_lr: make_trainer(moe_path, lr=1.0, min_lr=min_lr).optimizer.inner)
+
     def rates(steps: int, **changes) -> list[float]:
-        optimizer = make_trainer(moe_path, lr=1.0, **changes).optimizer.inner
+        optimizer = made(changes.get("min_lr", 0.0))
         timetable = schedule(optimizer, TrainerSection(lr=1.0, **changes), steps)
         out = []
         for _ in range(steps):
