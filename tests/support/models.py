@@ -21,9 +21,9 @@ TOP_K = 2
 
 def write_model(path: Path, *, moe: bool = True, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Path:
     """Write a Qwen3-MoE (8 experts, top 2) or dense Qwen3 directory. changes: of `TinyModel`."""
-    sizes = {"layers": LAYERS, "hidden": 256, "heads": 4, "kv_heads": 2, "vocab": VOCAB, "max_positions": LENGTH}
-    own = {"experts": EXPERTS, "top_k": TOP_K} if moe else {"experts": 0, "intermediate": 256}
-    return write_family(path, TinyModel(**sizes | own | changes), dtype)
+    sizes: dict[str, Any] = {"layers": LAYERS, "hidden": 256, "heads": 4, "kv_heads": 2, "vocab": VOCAB}
+    sizes |= {"experts": EXPERTS, "top_k": TOP_K} if moe else {"experts": 0, "intermediate": 256}
+    return write_family(path, TinyModel(**sizes | {"max_positions": LENGTH} | changes), dtype)
 
 
 def write_family(path: Path, shape: TinyModel, dtype: torch.dtype = torch.bfloat16) -> Path:
