@@ -129,7 +129,7 @@ def test_no_gradient_of_a_weight_is_computed(mode: str, moe_path: Path, make_tra
     assert bool(found & shapes) == (mode == "full")
 
 
-def test_targets_may_be_a_part_of_what_is_fused(moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
+def test_targets_may_be_a_part_of_what_is_fused(moe_path: Path, make_trainer: MakeTrainer) -> None:
     """As `q_proj` and `v_proj` alone: keys stay the base's, also in what is written."""
     config = AdapterSection(rank=4, mode="merged", targets=("q_proj", "v_proj", "up_proj"))
     trainer = make_trainer(moe_path, adapter=config)

@@ -128,9 +128,6 @@ def test_buckets_are_filled_on_the_trainers_own_gpu(monkeypatch: pytest.MonkeyPa
     assert engines[0].tensors.keys() == TENSORS.keys() and entered and set(entered) == {3}
 
 
-CPU = torch.device("cpu")
-
-
 def test_both_ends_say_the_same_to_nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang sets these for itself, where nobody has set them."""
     for name in [name for name in os.environ if name.startswith("NCCL_")]:

@@ -297,9 +297,7 @@ def test_cuda_graphs_are_captured_again_once_the_weights_of_a_base_are_committed
         assert captured == expected
 
 
-def test_a_base_that_changes_under_the_engine_is_found_when_somebody_asks(
-    served: ServedWeights, model: nn.Module
-) -> None:
+def test_a_base_that_changes_under_the_engine_is_found_when_somebody_asks(served: ServedWeights) -> None:
     base = base_of(NEW)
     served.map_base(base)
     proven = served.commit("3")
