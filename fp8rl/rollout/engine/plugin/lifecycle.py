@@ -7,7 +7,6 @@ import math
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from fp8rl.numerics.core.memory import ZEROS, give_back, mapped, placeholders
 from fp8rl.numerics.probe import choose_deepgemm, choose_tiles
 from fp8rl.rollout.engine.plugin import op_probe
 from fp8rl.rollout.engine.plugin.parameters import AdaptedRows
-from fp8rl.rollout.engine.plugin.state import cache_buffers, inventory, report, state, state_buffers
+from fp8rl.rollout.engine.plugin.state import cache_buffers, inventory, report, state
 from fp8rl.rollout.engine.plugin.weights import ServedWeights
 from fp8rl.rollout.engine.protocol import CACHE, RELEASED, WEIGHTS, Memory, from_action, to_checksums
 
@@ -265,7 +264,7 @@ def _tensors(runner: Any, tag: str) -> Iterator[Tensor]:
     if tag == WEIGHTS:
         yield from state().weights.everything()
     elif tag == CACHE:
-        yield from (buffer for _, buffer in chain(cache_buffers(runner), state_buffers(runner)))
+        yield from (buffer for *_, buffer in cache_buffers(runner))
 
 
 # Hooks that make a pause safe for an update of the weights, and put its idle time to use.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8rl.models import Model
-from fp8rl.models.adapters import AdapterSection
-from fp8rl.models.tensors import SCALE_SUFFIX, EngineRank, TensorRow
+from fp8rl.models.tensors import SCALE_SUFFIX, EngineRank
 from fp8rl.numerics.ops import Fused, LowRank
 from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import TensorSpec
@@ -83,9 +82,12 @@ def attach_adapters(model: nn.Module, definition: Model, rank: EngineRank) -> di
     config = definition.adapter
     assert config is not None
     found: dict[Tensor, ServedAdapter] = {}
-    for rows in _adapted(definition, config):
-        name, weight = rows[0].engine.parameter, model.get_parameter(rows[0].engine.parameter)
+    for by_index in definition.tensors.in_engine.values():
+        rows = next(iter(by_index.values()))  # for a stack of experts, the tensors of the first
         counts, own = [rank.rows(row) for row in rows], [config.adapts(row) for row in rows]
+        if not any(own):
+            continue
+        name, weight = rows[0].engine.parameter, model.get_parameter(rows[0].engine.parameter)
         stack = (len(weight),) if rows[0].expert is not None and config.experts == "per_expert" else ()
         adapted_rows = sum(count for count, adapted in zip(counts, own, strict=True) if adapted)
         a = _register(model, name, "a", *stack, sum(own) * config.rank, weight.shape[-1])
@@ -94,15 +96,6 @@ def attach_adapters(model: nn.Module, definition: Model, rank: EngineRank) -> di
         wide = b.detach() if fused is None else fused.wide(b.detach())
         found[weight] = ServedAdapter(a, b, fused, LowRank(a.detach(), wide, config.scale, sum(own)))
     return found
-
-
-def _adapted(definition: Model, config: AdapterSection) -> Iterator[Sequence[TensorRow]]:
-    """Yield the checkpoint's tensors in each parameter of the engine that has an adapter, in order. For a stack of
-    experts, yield only the tensors of the first expert."""
-    for by_index in definition.tensors.in_engine.values():
-        rows = next(iter(by_index.values()))
-        if any(config.adapts(row) for row in rows):
-            yield rows
 
 
 def _fused(counts: Sequence[int], own: Sequence[bool], rank: int) -> Fused:

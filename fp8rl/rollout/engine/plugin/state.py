@@ -104,34 +104,24 @@ def inventory(weights: ServedWeights, runner: Any) -> tuple[Holding, ...]:
         if made := [tensor for tensor in tensors if tensor.untyped_storage().data_ptr() not in storages]:
             found.append(holding(name, DERIVED, *made))
     kept_in = runner.token_to_kv_pool.dtype
-    for name, buffer in cache_buffers(runner):
+    for name, kind, buffer in cache_buffers(runner):
         # The pool's own dtype: where it is an FP8 one, its buffers are uint8.
         dtype = kept_in if buffer.dtype == torch.uint8 else buffer.dtype
-        found.append(Holding(name, KV_CACHE, format_of(dtype), tuple(buffer.shape), buffer.nbytes))
-    found += [holding(name, STATES, buffer) for name, buffer in state_buffers(runner)]
+        found.append(Holding(name, kind, format_of(dtype), tuple(buffer.shape), buffer.nbytes))
     return tuple(found)
 
 
-def cache_buffers(runner: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) for the tensors in which layers keep past tokens, such as the KV cache."""
-    pool, states = runner.token_to_kv_pool, _linear_attention(runner)
+def cache_buffers(runner: Any) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield (name, kind, tensor) for the tensors in which layers keep past tokens, or states of sequences in FP32."""
+    pool = runner.token_to_kv_pool
+    # SGLang's pool of states for all layers with linear attention and all slots. None without such layers.
+    states = None if getattr(pool, "full_kv_pool", None) is None else pool.mamba_pool.mamba_cache
     # Beside linear attention, a pool of its own has the layers that keep keys.
     keeping, layers = (pool, None) if states is None else (pool.full_kv_pool, pool.full_attention_layer_id_mapping)
-    for kind in ("k", "v", "kv"):  # `kv` of latent attention
-        if buffers := getattr(keeping, f"{kind}_buffer", None):
+    for which in ("k", "v", "kv"):  # `kv` of latent attention
+        if buffers := getattr(keeping, f"{which}_buffer", None):
             for layer, buffer in zip(layers or range(len(buffers)), buffers, strict=True):
-                yield f"{kind} of layer {layer}", buffer
+                yield f"{which} of layer {layer}", KV_CACHE, buffer
     if states is not None:
-        yield "rows of short convolutions", states.conv[0]
-
-
-def state_buffers(runner: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) for the tensors with the states of sequences, which are FP32."""
-    if (states := _linear_attention(runner)) is not None:
-        yield "states of linear attention", states.temporal
-
-
-def _linear_attention(runner: Any) -> Any:
-    """Return SGLang's pool of states for all layers with linear attention and all slots. None without such layers."""
-    pool = runner.token_to_kv_pool
-    return None if getattr(pool, "full_kv_pool", None) is None else pool.mamba_pool.mamba_cache
+        yield "rows of short convolutions", KV_CACHE, states.conv[0]
+        yield "states of linear attention", STATES, states.temporal

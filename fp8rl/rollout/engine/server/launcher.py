@@ -24,6 +24,7 @@ from typing import Any
 
 from setproctitle import setproctitle
 
+from fp8rl.rollout.engine.plugin.hooks import register
 from fp8rl.rollout.engine.server import public
 from fp8rl.rollout.engine.server.processes import group_members
 from fp8rl.rollout.engine.server.scratch import remove_queues, remove_scratch
@@ -74,8 +75,6 @@ def main() -> None:
     if request["fork"]:
         HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork, HookType.AFTER)
     if request["openai"]:
-        from fp8rl.rollout.engine.plugin.hooks import register
-
         register(public.HOOKS)
     load_plugins()
     arguments = prepare_server_args(request["arguments"])

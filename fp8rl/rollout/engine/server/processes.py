@@ -50,23 +50,19 @@ def group_members(group: int) -> list[psutil.Process]:
     return members
 
 
-def _living(processes: list[psutil.Process]) -> list[psutil.Process]:
-    alive = []
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                alive.append(process)
-    return alive
-
-
 def _wait_until_gone(group: int, timeout_s: float) -> list[psutil.Process]:
     """Wait for the end of all processes of a group. Return those that still run after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
-    members = _living(group_members(group))
-    while members and time.monotonic() < deadline:
+    members = group_members(group)
+    while (members := [each for each in members if _lives(each)]) and time.monotonic() < deadline:
         time.sleep(0.02)
-        members = _living(members)
     return members
+
+
+def _lives(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def claim_port(port: int | None, host: str) -> int:
