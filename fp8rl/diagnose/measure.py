@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from fp8rl.diagnose.report import Difference
@@ -93,10 +92,7 @@ def one_trainer(
 
 def score_recorded(model: Scorer, batch: TokenBatch) -> Scored:
     """Score recorded tokens with our ops on one rank; the rows stay in the order of the batch."""
-    rows, scored = model.score_routed(batch)
-    order = torch.tensor(rows).argsort()
-    routes, draws = (None if each is None else each[order] for each in (scored.routes, scored.draws))
-    return Scored(scored.logprobs[order], routes, draws)
+    return Scored.assembled([model.score_routed(batch)], batch, batch.rows)
 
 
 # How far two log-probabilities of the same tokens are apart, in the numbers that every diagnosis gives.

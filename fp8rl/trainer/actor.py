@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
-import torch
 from torch import Tensor
 
 from fp8rl.models import load_architecture
@@ -20,7 +19,7 @@ from fp8rl.numerics.config import NumericsConfig
 from fp8rl.trainer.checkpoint.files import discard
 from fp8rl.trainer.config import ActorPlacement, TrainerSection, TrainerSpec
 from fp8rl.trainer.distributed.offload import OffloadReport
-from fp8rl.trainer.step.batch import UNKNOWN, Objective, PassResult, Scored, TokenBatch
+from fp8rl.trainer.step.batch import Objective, PassResult, Scored, TokenBatch
 
 if TYPE_CHECKING:
     from fp8rl.models.architecture import Role
@@ -173,7 +172,7 @@ class TrainerGroup:
         """Compute the gradients of a batch. `update` applies them. Another pass of the same role discards them. Raises
         NonFiniteLossError: a loss or the gradient norm is not finite. `update` then has no gradients to apply."""
         parts = self._of_reporting(role, "forward_backward", ray.put(batch), ray.put(objective))
-        whole = _assembled([(part.rows, part.result) for part in parts], batch)
+        whole = Scored.assembled([(part.rows, part.result) for part in parts], batch, batch.rows)
         return replace(parts[0].result, **vars(whole), seconds=max(part.result.seconds for part in parts))
 
     def update(self, role: Role = "policy") -> float:
@@ -201,7 +200,7 @@ class TrainerGroup:
 
     def score_routed(self, batch: TokenBatch, role: Role = "policy") -> Scored:
         """Like `score`. Also return the router's own choice if the batch has routes, and draws if it has seeds."""
-        return _assembled(self._of_reporting(role, "score_routed", ray.put(batch)), batch)
+        return Scored.assembled(self._of_reporting(role, "score_routed", ray.put(batch)), batch, batch.rows)
 
     def begin_score(self, batch: TokenBatch) -> Callable[[], Tensor]:
         """Start `score` with the current weights, and return at once a function that waits for the result. Any thread
@@ -209,7 +208,8 @@ class TrainerGroup:
         calls = self._send("apply", "policy", "score_routed", ray.put(batch), of_reporting_ranks=True)
 
         def scored() -> Tensor:
-            return _assembled([part for part in self._get(calls) if part is not None], batch).logprobs
+            parts = [part for part in self._get(calls) if part is not None]
+            return Scored.assembled(parts, batch, batch.rows).logprobs
 
         return scored
 
@@ -276,8 +276,7 @@ class TrainerGroup:
         return self._get([getattr(self._actors[0], method).remote(*args)])[0]
 
     def _all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        calls = self._send(method, *args, **kwargs)
-        return self._get(calls)
+        return self._get(self._send(method, *args, **kwargs))
 
     def _of_reporting(self, role: Role, method: str, *args: Any) -> list[Any]:
         return [part for part in self._all("apply", role, method, *args, of_reporting_ranks=True) if part is not None]
@@ -333,19 +332,3 @@ def _died(rank: int, error: ray.exceptions.RayError) -> TrainerDiedError:
     if not isinstance(error, ray.exceptions.RayActorError):  # Ray's memory monitor, for one, says what it found
         why = str(error).strip().splitlines()[0]
     return TrainerDiedError(f"trainer rank {rank}: found its process ended ({why}), expected it to answer{remedy}")
-
-
-def _assembled(parts: Sequence[tuple[list[int], Any]], batch: TokenBatch) -> Scored:
-    """Assemble the tensors [B, ...] of a batch from the tensors of each rank's rows."""
-
-    def whole(name: str, filled: Tensor) -> Tensor:
-        for rows, found in parts:
-            if (values := getattr(found, name)) is not None:
-                filled[rows] = values
-        return filled
-
-    return Scored(
-        logprobs=whole("logprobs", torch.zeros(batch.rows, batch.width)),
-        routes=None if batch.routes is None else whole("routes", torch.full_like(batch.routes, UNKNOWN)),
-        draws=None if batch.seeds is None else whole("draws", torch.full_like(batch.tokens, UNKNOWN)),
-    )

@@ -33,7 +33,7 @@ from fp8rl.trainer.megatron.lowering import lower
 from fp8rl.trainer.megatron.model import build_model
 from fp8rl.trainer.megatron.model_checks import check_layout, check_rows
 from fp8rl.trainer.modules.precision import Precision, count, kv_saturated
-from fp8rl.trainer.step.batch import OWN_LIKELY, UNKNOWN, NonFiniteLossError, Objective, PassResult, Scored, TokenBatch
+from fp8rl.trainer.step.batch import OWN_LIKELY, NonFiniteLossError, Objective, PassResult, Scored, TokenBatch
 from fp8rl.trainer.step.head import Head, HeadOutput, gpt_of, head_of, hidden_states, read_logprobs
 from fp8rl.trainer.step.microbatches import MicroBatch
 from fp8rl.trainer.step.routing import Routing, routing_of
@@ -154,19 +154,15 @@ class Scorer:
             )
         loss, metrics = (0.0, {}) if objective is None else _reduce(outputs, layout)
         rows = [row for output in outputs for row in output.rows]
-        logprobs = _collect(outputs, "logprobs", torch.zeros(len(rows), batch.width))
-        routes = draws = None
-        if batch.routes is not None:
-            unknown = torch.full((len(rows), *batch.routes.shape[1:]), UNKNOWN, dtype=torch.int16)
-            routes = _collect(outputs, "routes", unknown)
-        if batch.seeds is not None and all(output.draws is not None for output in outputs):
-            draws = _collect(outputs, "draws", torch.full((len(rows), batch.width), UNKNOWN))
+        place = {row: at for at, row in enumerate(rows)}
+        parts = [([place[row] for row in output.rows], output) for output in outputs]
+        scored = Scored.assembled(parts, batch, len(rows))
         if routing.loads is not None:
             dist.all_reduce(routing.loads, group=layout.dp_group)
         if objective is not None and self.numerics.kv_format.quantized:
             metrics["train/kv_saturated"] = kv_saturated(model)
         metrics = with_tree_ratio(metrics, batch)
-        return RankPass(rows, PassResult(logprobs, routes, draws, metrics=metrics, loss=loss), routing.loads)
+        return RankPass(rows, PassResult(**vars(scored), metrics=metrics, loss=loss), routing.loads)
 
     def _forward(
         self, micro_batches: Iterator[MicroBatch], model: nn.Module, objective: Objective | None, routing: Routing
@@ -256,14 +252,3 @@ def _reduce(outputs: list[_MicroOutput], layout: Layout) -> tuple[float, dict[st
     names = dict.fromkeys(name for part, _ in gathered for name in part)
     total = {name: sum(part.get(name, 0.0) for part, _ in gathered) for name in names}
     return total.pop("", 0.0), total
-
-
-def _collect(outputs: list[_MicroOutput], name: str, whole: Tensor) -> Tensor:
-    """Copy a tensor [b, s, ...] of each micro-batch, one after the other, into `whole` [B, S, ...] on the CPU."""
-    at = 0
-    for output in outputs:
-        value = getattr(output, name)
-        count, width = len(output.rows), min(value.shape[1], whole.shape[1])
-        whole[at : at + count, :width] = value[:count, :width].cpu()
-        at += count
-    return whole

@@ -47,9 +47,7 @@ class LocalGroup:
 
     def score_routed(self, batch: TokenBatch, role: Any = "policy") -> Scored:
         self.calls.append(("score", role))
-        rows, scored = self.roles.models[role].score_routed(batch)
-        draws = None if scored.draws is None else in_order(rows, scored.draws)
-        return replace(scored, logprobs=in_order(rows, scored.logprobs), draws=draws)
+        return Scored.assembled([self.roles.models[role].score_routed(batch)], batch, batch.rows)
 
     def parameters(self, role: Any = "policy") -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self.roles.models[role].model.named_parameters()}

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -234,6 +234,28 @@ class Scored:
     draws: Tensor | None = None
     """int64 [B, S] on the CPU, the token that `numerics.ops.draw` draws from the trainer's logits at each position. -1
     if the token there has no loss, or its row no seed. None for a batch without seeds, and for a critic."""
+
+    @classmethod
+    def assembled(cls, parts: Sequence[tuple[Sequence[int], Any]], batch: TokenBatch, rows: int) -> Scored:
+        """Assemble the results for `rows` rows of a batch.
+
+        parts: the places of some of these rows, and an object with their results, whose tensors [b, s, ...] may have
+        padding behind the rows and behind each row.
+        """
+
+        def whole(name: str, filled: Tensor) -> Tensor:
+            for places, found in parts:
+                values = getattr(found, name)
+                width = min(values.shape[1], batch.width)
+                filled[places, :width] = values[: len(places), :width].cpu()
+            return filled
+
+        shape, routes, draws = (rows, batch.width), None, None
+        if batch.routes is not None:
+            routes = whole("routes", torch.full((*shape, *batch.routes.shape[2:]), UNKNOWN, dtype=torch.int16))
+        if batch.seeds is not None and all(found.draws is not None for _, found in parts):
+            draws = whole("draws", torch.full(shape, UNKNOWN))
+        return Scored(whole("logprobs", torch.zeros(shape)), routes, draws)
 
 
 @dataclass(frozen=True, kw_only=True)
