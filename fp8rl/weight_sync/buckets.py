@@ -23,19 +23,8 @@ memory."""
 Named = tuple[str, Tensor]
 Allocate = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
 """Makes an uninitialised, contiguous tensor."""
-
-
-@dataclasses.dataclass(frozen=True)
-class BucketEntry:
-    """One tensor in a bucket."""
-
-    name: str
-    shape: torch.Size
-    dtype: torch.dtype
-    start: int
-    """The tensor's offset in the bucket, in bytes."""
-    size: int
-    """The tensor's size in bytes."""
+BucketEntry = tuple[str, str, list[int], int]
+"""A tensor in a bucket, for an engine: HF name, torch's name of the dtype, shape, offset in bytes."""
 
 
 @dataclasses.dataclass
@@ -66,15 +55,11 @@ class Bucket:
         """Return True if `allocate` made the tensor, and it is still contiguous in the bucket."""
         return tensor.is_contiguous() and tensor.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()
 
-    def contents(self) -> list[tuple[str, str, list[int], int]]:
-        """Return (HF name, torch's name of the dtype, shape, offset in bytes) of each tensor, for an engine."""
-        return [(each.name, str(each.dtype).removeprefix("torch."), [*each.shape], each.start) for each in self.entries]
-
     def add(self, name: str, tensor: Tensor) -> None:
         """Add a tensor of this bucket to the tensors to send, under this name."""
         self.pending -= 1
         start = int(tensor.storage_offset()) * tensor.element_size()
-        self.entries.append(BucketEntry(name, tensor.shape, tensor.dtype, start, int(tensor.nbytes)))
+        self.entries.append((name, str(tensor.dtype).removeprefix("torch."), [*tensor.shape], start))
 
 
 class Packer:

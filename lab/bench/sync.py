@@ -210,7 +210,7 @@ def _one_by_one(trainer: Trainer, held: ServedWeights, version: int) -> dict[str
 
 def _unpacked(bucket: Bucket) -> list[tuple[str, Tensor]]:
     """Return what an engine finds in the message of a bucket."""
-    message = json.dumps(bucket.contents())
+    message = json.dumps(bucket.entries)
     flat = mapped(bucket.memory.address())
     return [tensor_within(flat, *tensor) for tensor in json.loads(message)]
 

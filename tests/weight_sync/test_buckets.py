@@ -14,6 +14,7 @@ from torch import Tensor
 from fp8rl.models.tensors import EngineRank
 from fp8rl.numerics.core.memory import DeviceMemory
 from fp8rl.numerics.delta import LastSent, apply
+from fp8rl.rollout.engine.plugin.lifecycle import tensor_within
 from fp8rl.rollout.engine.protocol import DELTA
 from fp8rl.weight_sync import buckets
 from fp8rl.weight_sync.buckets import ALIGNMENT, Bucket, Packer, changes
@@ -27,11 +28,8 @@ def packer(limit: int) -> Packer:
 
 
 def contents(bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
-    """What a reader of the entries finds: a copy of each tensor."""
-    return [
-        (entry.name, bucket.flat[entry.start : entry.start + entry.size].view(entry.dtype).view(entry.shape).clone())
-        for entry in bucket.entries
-    ]
+    """What an engine finds: a copy of each tensor."""
+    return [(name, found.clone()) for name, found in (tensor_within(bucket.flat, *each) for each in bucket.entries)]
 
 
 def tensor(size: int, value: int = 0) -> torch.Tensor:
@@ -40,7 +38,7 @@ def tensor(size: int, value: int = 0) -> torch.Tensor:
 
 def packed_sizes(sizes: list[int], limit: int = 100) -> list[list[int]]:
     stream = ((str(index), tensor(size)) for index, size in enumerate(sizes))
-    return [[entry.size for entry in bucket.entries] for bucket in packer(limit).pack(stream)]
+    return [[len(found) for _, found in contents(bucket)] for bucket in packer(limit).pack(stream)]
 
 
 def test_by_hand() -> None:
@@ -51,9 +49,8 @@ def test_by_hand() -> None:
     assert packed_sizes([10, 250, 10, 20]) == [[10], [250], [10, 20]]
     tensors = {"a": torch.zeros(5, dtype=torch.bfloat16), "b": torch.ones(2, 3), "c": tensor(16), "d": tensor(1)}
     (bucket,) = packer(1000).pack(tensors.items())
-    found = [(entry.name, entry.start, entry.size) for entry in bucket.entries]
-    assert found == [("a", 0, 10), ("b", 16, 24), ("c", 48, 16), ("d", 64, 1)] and bucket.used == 65
-    assert (bucket.entries[1].shape, bucket.entries[1].dtype) == ((2, 3), torch.float32)
+    floats = [("a", "bfloat16", [5], 0), ("b", "float32", [2, 3], 16)]
+    assert bucket.entries == [*floats, ("c", "uint8", [16], 48), ("d", "uint8", [1], 64)] and bucket.used == 65
 
 
 def test_what_was_allocated_is_sent_from_where_it_is_and_a_transposed_view_in_its_own_order() -> None:
@@ -92,8 +89,8 @@ def test_every_tensor_once_and_unharmed_wherever_it_was_made(plan: list[tuple[in
 
     found: list[tuple[str, torch.Tensor]] = []
     for bucket in held.pack(stream()):
-        entries = sorted(bucket.entries, key=lambda entry: entry.start)
-        assert all(a.start + a.size <= b.start for a, b in itertools.pairwise(entries))
+        entries = sorted(bucket.entries, key=lambda entry: entry[3])
+        assert all(start + size <= after[3] for (*_, (size,), start), after in itertools.pairwise(entries))
         assert bucket.used <= 100 or len(entries) == 1
         found += contents(bucket)
     assert sorted((int(name), len(copy), set(copy.tolist())) for name, copy in found) == [

@@ -51,7 +51,7 @@ class DistributedTransport:
                 with in_turn(_QUEUE):
                     await asyncio.gather(
                         asyncio.to_thread(_broadcast, bucket.flat[: bucket.used], group),
-                        *(engine.receive_bucket(name, bucket.used, bucket.contents()) for engine in engines),
+                        *(engine.receive_bucket(name, bucket.used, bucket.entries) for engine in engines),
                     )
                 bucket = next(buckets, None)
 

@@ -42,8 +42,6 @@ class TensorTransport:
 
 async def _load(bucket: Bucket, engines: Sequence[EngineClient]) -> None:
     """Let every engine load a bucket. An engine answers when its copies are done."""
-    tensors = bucket.contents()
     # An address is good for one reader, so each rank of an engine gets one.
-    await asyncio.gather(
-        *(engine.load_bucket([bucket.memory.address() for _ in range(engine.ranks)], tensors) for engine in engines)
-    )
+    addresses = [[bucket.memory.address() for _ in range(engine.ranks)] for engine in engines]
+    await asyncio.gather(*(engine.load_bucket(to, bucket.entries) for engine, to in zip(engines, addresses)))

@@ -179,7 +179,7 @@ def _pack(
 def _copy(buckets: Iterator[Bucket], served: dict[str, Tensor]) -> None:
     """Copy each tensor to where it is served from, as an engine does."""
     for bucket in buckets:
-        sent = dict(tensor_within(bucket.flat, *tensor) for tensor in bucket.contents())
+        sent = dict(tensor_within(bucket.flat, *tensor) for tensor in bucket.entries)
         copy_all([served[name] for name in sent], list(sent.values()))
 
 
