@@ -29,7 +29,7 @@ from fp8rl.rollout.types import Endpoint, EngineError
 from fp8rl.trainer.actor import TrainerGroup
 from fp8rl.weight_sync.buckets import Named, changes
 from fp8rl.weight_sync.config import ANSWER_WITHIN_S, SyncSection
-from fp8rl.weight_sync.frozen import Contents, FrozenBase, check_frozen, exported, give_base, reads
+from fp8rl.weight_sync.frozen import Contents, FrozenBase, base_addresses, check_frozen, exported, place_base, reads
 from fp8rl.weight_sync.manifest import Manifest, Recorder, ShardDigests, SyncError, some_of
 from fp8rl.weight_sync.served import served_tensors
 from fp8rl.weight_sync.transports.disk import DiskTransport
@@ -245,6 +245,20 @@ def send_and_verify(
         mismatched=tuple(sorted(bad)),
     )
     return manifest, report, problems
+
+
+def give_base(
+    trainer: TrainerGroup, spec: QuantSpec, endpoints: Sequence[Endpoint], timeout_s: float
+) -> list[ShardDigests]:
+    """Place a trainer's base if necessary, and let engines read it. The caller must commit afterwards.
+
+    Return the digests of the tensors that each rank has written.
+    Raises EngineError: an engine cannot read the base, and must be replaced.
+    """
+    sent = trainer.apply(place_base, spec)
+    addresses = iter(next(found for found in trainer.apply(base_addresses, len(endpoints)) if found))
+    asyncio.run(_each(endpoints, lambda engine: engine.map_base(next(addresses)), timeout_s))
+    return sent
 
 
 def send_shard(trainer: Trainer, task: SendTask) -> ShardDigests:

@@ -5,7 +5,6 @@ In every sync the trainer digests its frozen parameters, and an engine the weigh
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,13 +24,10 @@ from fp8rl.numerics.quantize import NamedWeight
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.numerics.weight_cache import frozen_of
 from fp8rl.rollout.engine.protocol import ADAPTER_SCALE
-from fp8rl.rollout.engine.server.client import EngineClient
-from fp8rl.rollout.types import Endpoint
 from fp8rl.weight_sync.manifest import Recorder, ShardDigests, SyncError, differences, some_of
 from fp8rl.weight_sync.served import served_tensors, would_send
 
 if TYPE_CHECKING:
-    from fp8rl.trainer.actor import TrainerGroup
     from fp8rl.trainer.scorer import Scorer
     from fp8rl.trainer.trainer import Trainer
 
@@ -193,34 +189,12 @@ def place_base(model: Scorer, spec: QuantSpec) -> ShardDigests:
     return model.placed.sent
 
 
-def give_base(
-    trainer: TrainerGroup, spec: QuantSpec, endpoints: Sequence[Endpoint], timeout_s: float
-) -> list[ShardDigests]:
-    """Place a trainer's base if necessary, and let engines read it. The caller must commit afterwards.
-
-    Return the digests of the tensors that each rank has written.
-    Raises EngineError: an engine cannot read the base, and must be replaced.
-    """
-    sent = trainer.apply(place_base, spec)
-    addresses = next(found for found in trainer.apply(_addresses, len(endpoints)) if found)
-
-    async def read(endpoint: Endpoint, address: str) -> None:
-        async with EngineClient(endpoint, timeout_s=timeout_s) as engine:
-            await engine.map_base(address)
-
-    async def all_of_them() -> None:
-        await asyncio.gather(*(read(endpoint, to) for endpoint, to in zip(endpoints, addresses, strict=True)))
-
-    asyncio.run(all_of_them())
-    return sent
-
-
 def reads(model: Scorer, spec: QuantSpec) -> bool:
     """Return True if the trainer has no base yet, or a base under `spec`."""
     return model.placed is None or model.placed.base.spec == spec
 
 
-def _addresses(model: Scorer, count: int) -> list[str]:
-    """Return one address of the memory for each engine, on the rank that owns the memory. Other ranks return []."""
+def base_addresses(model: Scorer, count: int) -> list[str]:
+    """Return `count` addresses of the memory, one for each engine, on the rank that owns it. Other ranks return []."""
     memory = model.placed.memory if model.placed is not None else None
     return [] if memory is None else [memory.address() for _ in range(count)]

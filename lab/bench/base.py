@@ -29,8 +29,8 @@ from fp8rl.rollout.types import NO_WEIGHTS
 from fp8rl.trainer.config import TrainerSection, TrainerSpec
 from fp8rl.trainer.distributed import parallel
 from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.weight_sync.bridge import send_and_verify
-from fp8rl.weight_sync.frozen import give_base, place_base
+from fp8rl.weight_sync.bridge import give_base, send_and_verify
+from fp8rl.weight_sync.frozen import place_base
 from fp8rl.weight_sync.manifest import Manifest
 from fp8rl.weight_sync.served import convert_checkpoint, would_send, write_served_checkpoint
 from lab.bench.measure import Result, interleaved, median_ratio
