@@ -26,11 +26,9 @@ from setproctitle import setproctitle
 
 from fp8rl.rollout.engine.plugin.hooks import register
 from fp8rl.rollout.engine.server import public
-from fp8rl.rollout.engine.server.processes import group_members
-from fp8rl.rollout.engine.server.scratch import remove_queues, remove_scratch
+from fp8rl.rollout.engine.server.processes import kill_group
+from fp8rl.rollout.engine.server.scratch import remove_scratch
 
-WATCH_S = 0.5
-"""Seconds between two checks of whether the server runs. The end of its owner is noticed at once."""
 ENDPOINTS = {
     "/generate", "/model_info", "/pause_generation", "/continue_generation", "/flush_cache", "/weights_checker",
     "/update_weight_version", "/update_weights_from_disk", "/init_weights_update_group", "/v1/loads", "/freeze_gc",
@@ -93,20 +91,18 @@ def main() -> None:
 
 
 def start_watch() -> None:
-    """Fork the watch. When the lifeline or this process ends, it kills the process group and removes the scratch
-    directory."""
-    server = os.getpid()
+    """Fork the watch. When the lifeline or this process ends, it kills the process group, then removes the group's
+    files."""
+    server, ended = os.getpid(), os.pidfd_open(os.getpid())
     if os.fork():
         return
     try:
+        os.setpgid(0, 0)  # it survives its own kill
         setproctitle("fp8rl::watch")
-        while os.getppid() == server:
-            if select.select([0], [], [], WATCH_S)[0] and not os.read(0, 1):
-                break
-        remove_queues([process.pid for process in group_members(os.getpgrp())])
-        remove_scratch(Path(os.environ["TMPDIR"]))
+        select.select([0, ended], [], [])
     finally:
-        os.killpg(0, signal.SIGKILL)
+        kill_group(server, Path(os.environ["TMPDIR"]))
+    os._exit(0)
 
 
 def _name_shared_memory(ports: Any, *_: Any, **__: Any) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import socket
 import subprocess
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,15 +31,22 @@ def end_group(leader: subprocess.Popen[bytes], scratch: Path, pids: set[int], gr
     assert leader.stdin is not None
     with suppress(BrokenPipeError):
         leader.stdin.close()  # the lifeline: whoever is left dies now
-    for process in _wait_until_gone(leader.pid, 1.0):
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-    survivors = _wait_until_gone(leader.pid, _KILLED_S)
-    remove_queues(pids)
-    remove_scratch(scratch)
-    if survivors:
+    _wait_until_gone(leader.pid, 1.0)
+    if survivors := kill_group(leader.pid, scratch, pids):
         raise EngineError(f"engine processes {[p.pid for p in survivors]} survived SIGKILL. End them by hand.")
     leader.wait(_KILLED_S)
+
+
+def kill_group(group: int, scratch: Path, pids: Collection[int] = ()) -> list[psutil.Process]:
+    """Kill a server's processes. Remove their files only then, because one that starts would make them again. Return
+    the processes that survive. pids: the ids of processes that it had before."""
+    pids = {*pids, *(process.pid for process in group_members(group))}
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+    survivors = _wait_until_gone(group, _KILLED_S)
+    remove_queues(pids)
+    remove_scratch(scratch)
+    return survivors
 
 
 def group_members(group: int) -> list[psutil.Process]:

@@ -21,7 +21,7 @@ from fp8rl.rl.run.cluster.cluster import ray_cluster
 from fp8rl.rl.run.engines import serving
 from fp8rl.rollout.engine.engine import Engine
 from fp8rl.rollout.engine.server import scratch as scratch_module
-from fp8rl.rollout.engine.server.scratch import RAY, make_scratch, remove_queues, sweep
+from fp8rl.rollout.engine.server.scratch import RAY, SHARED, make_scratch, remove_queues, sweep
 from fp8rl.rollout.types import EngineDiedError, EngineError, SamplingParams
 from tests.support.servers import EOS, group_members, groups, shared_memory, small_config, wait_until
 
@@ -36,7 +36,7 @@ thread = threading.Thread(target=lambda: asyncio.run(engine.start(sys.argv[1])))
 thread.start()
 thread.join()
 time.sleep(1.0)
-print(engine.pid, engine._scratch, flush=True)
+print(engine.pid, flush=True)
 time.sleep(600)
 """
 
@@ -154,19 +154,19 @@ def test_the_server_dies_with_its_owner_also_during_the_start(started: bool, tin
     )
     try:
         assert owner.stdout is not None
-        left: set[Path] = set()
         if started:
-            pid, scratch = owner.stdout.readline().split()
-            members = group_members(int(pid))
-            assert len(members) >= 3, "the server must outlive the thread that started it"
-            left = {Path(scratch)} | shared_memory(members)
+            pid = int(owner.stdout.readline())
+            members = group_members(pid)
+            assert len(members) >= 3 and shared_memory(members), "the server must outlive the thread that started it"
         else:
             assert wait_until(lambda: psutil.Process(owner.pid).children(), 90)
             time.sleep(1.0)
-            pid = str(psutil.Process(owner.pid).children()[0].pid)
+            pid = psutil.Process(owner.pid).children()[0].pid
+        scratch = Path(psutil.Process(pid).environ()["TMPDIR"])
+        assert scratch.is_dir()
         owner.kill()
-        assert wait_until(lambda: not group_members(int(pid)), 20)
-        assert not any(path.exists() for path in left)
+        assert wait_until(lambda: not (group_members(pid) or scratch.exists()), 20), "its watch has removed it"
+        assert not list(SHARED.glob(f"*{scratch.name}*"))
     finally:
         owner.kill()
         owner.wait()
@@ -183,11 +183,18 @@ def test_a_server_that_others_reach_does_not_start_without_its_keys(missing: str
     assert "found fewer than two keys for an engine at 192.0.2.7" in done.stderr and "Traceback" not in done.stderr
 
 
+# Its worker makes a file in shared memory, which is beside its scratch directory here, until it is killed.
 SERVER = """
 import os, subprocess, sys
-from fp8rl.rollout.engine.server.launcher import start_watch
-start_watch()
-worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+from pathlib import Path
+from fp8rl.rollout.engine.server import launcher, scratch
+folder = Path(os.environ["TMPDIR"])
+scratch.SHARED = folder.parent
+launcher.start_watch()
+file = scratch.SHARED / f"sglang_loads_{folder.name}_1a2b.shm"
+worker = subprocess.Popen([sys.executable, "-c", "while True: open(__import__('sys').argv[1], 'a').close()", file])
+while not file.exists():
+    pass
 print(worker.pid, flush=True)
 worker.wait()
 """
@@ -196,7 +203,8 @@ worker.wait()
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", ["killed", "stopped and left by its owner"])
 def test_the_workers_of_a_server_go_with_it(ending: str, tmp_path: Path) -> None:
-    """Also those that have not asked for its death signal yet, and those of a server that could not kill them."""
+    """Also those that have not asked for its death signal yet, and those of a server that could not kill them. After
+    them go their files, which they would make again."""
     (tmp_path / "scratch").mkdir()
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "start_new_session": True}
     environment = os.environ | {"TMPDIR": str(tmp_path / "scratch")}
@@ -210,7 +218,7 @@ def test_the_workers_of_a_server_go_with_it(ending: str, tmp_path: Path) -> None
         server.stdin.close()
     worker.wait(30)
     server.wait(30)
-    assert not (tmp_path / "scratch").exists()
+    assert wait_until(lambda: not list(tmp_path.iterdir()), 30)
 
 
 SAMPLING = SamplingParams(max_new_tokens=24, stop_token_ids=(EOS,))
