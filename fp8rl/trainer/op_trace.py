@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,12 +95,9 @@ def placed(trainer: Trainer) -> Iterator[None]:
                 sites[path] = site
     outer: list[Any] = []
 
-    def entering(site: OpSite) -> Callable[..., None]:
-        def enter(*_: Any) -> None:
-            outer.append(dispatch.place)
-            dispatch.place = site
-
-        return enter
+    def enter(site: OpSite, *_: Any) -> None:
+        outer.append(dispatch.place)
+        dispatch.place = site
 
     def leave(_: Any, given: tuple[Any, ...], out: Any) -> None:
         site: OpSite = dispatch.place
@@ -110,6 +108,6 @@ def placed(trainer: Trainer) -> Iterator[None]:
 
     with ExitStack() as undo:
         for path, site in sites.items():
-            undo.callback(modules[path].register_forward_pre_hook(entering(site)).remove)
+            undo.callback(modules[path].register_forward_pre_hook(partial(enter, site)).remove)
             undo.callback(modules[path].register_forward_hook(leave, always_call=True).remove)
         yield

@@ -142,7 +142,7 @@ class HFWeights(Exporter):
         """Write a Hugging Face directory with dequantized weights. Copy the source's other files and unused tensors."""
         kept = kept_tensors(self.path, self._definition) if rank() == 0 else ()
         source = stored_files(self.path)
-        tensors = chain(self._as_stored(self._plain(self.share(model)), source), kept)
+        tensors = chain(self._plain(self.share(model), source), kept)
         pieces = source.pieces if self._definition.multimodal is not None else None
         write_directory(Path(path).absolute(), tensors, self._copy_description, pieces, self._dtype)
 
@@ -164,20 +164,16 @@ class HFWeights(Exporter):
         if found:
             (partial / "config.json").write_text(json.dumps(config, indent=1))
 
-    def _as_stored(self, weights: Iterator[tuple[str, Tensor]], source: WeightFiles) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors. If the source has an FP32 tensor in BF16, convert it to BF16 if no value changes."""
+    def _plain(self, weights: Iterator[NamedWeight], source: WeightFiles | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors, dequantized. source: files that may have FP32 tensors in BF16. Such a tensor is converted
+        to BF16 if no value changes."""
         try:
             for name, weight in weights:
-                if self._table[name].trained == torch.float32 and source.described(name)[1] == "BF16":
+                if isinstance(weight, QuantizedTensor):
+                    weight = weight.dequantize(self._dtype)
+                elif source and self._table[name].trained == torch.float32 and source.described(name)[1] == "BF16":
                     narrow = weight.bfloat16()
                     weight = narrow if torch.equal(narrow.float(), weight) else weight
                 yield name, weight
-        finally:
-            exhaust(weights)
-
-    def _plain(self, weights: Iterator[NamedWeight]) -> Iterator[tuple[str, Tensor]]:
-        try:
-            for name, weight in weights:
-                yield name, weight.dequantize(self._dtype) if isinstance(weight, QuantizedTensor) else weight
         finally:
             exhaust(weights)
