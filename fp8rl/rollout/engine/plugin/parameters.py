@@ -43,9 +43,8 @@ def check_table(model: nn.Module, definition: Model) -> None:
 class ServedAdapter:
     """The adapter of one of the engine's weights, or of a rank's part of the weight."""
 
-    a: nn.Parameter
     b: nn.Parameter
-    """`a` and `b` are parameters. The adapter's tensors are loaded into them."""
+    """The parameter into which the adapter's B is loaded."""
     fused: Fused | None
     """Which rows of the weight the rows of `b` belong to. None: row i of `b` belongs to row i of the weight."""
     low_rank: LowRank
@@ -94,7 +93,7 @@ def attach_adapters(model: nn.Module, definition: Model, rank: EngineRank) -> di
         b = _register(model, name, "b", *stack, adapted_rows, config.rank)
         fused = _fused(counts, own, config.rank).to(weight.device) if len(rows) > 1 else None
         wide = b.detach() if fused is None else fused.wide(b.detach())
-        found[weight] = ServedAdapter(a, b, fused, LowRank(a.detach(), wide, config.scale, sum(own)))
+        found[weight] = ServedAdapter(b, fused, LowRank(a.detach(), wide, config.scale, sum(own)))
     return found
 
 
