@@ -159,9 +159,13 @@ class PackedMicroBatch(MicroBatch):
         return (torch.arange(len(self.index), device=self.index.device) < self.real)[None] & bool(self.rows)
 
     def from_model(self, values: Tensor, padding: int = 0) -> Tensor:
+        return self._placed(self.index[: self.real], values[0, : self.real], padding)
+
+    def _placed(self, numbers: Tensor, values: Tensor, padding: int) -> Tensor:
+        """Return [B, S, ...] with values[i] at the token numbers[i] of the batch, and `padding` at all other tokens."""
         shape = self.batch.tokens.shape
-        whole = values.new_full((shape.numel(), *values.shape[2:]), padding)
-        return whole.index_put((self.index[: self.real],), values[0, : self.real]).unflatten(0, shape)
+        whole = values.new_full((shape.numel(), *values.shape[1:]), padding)
+        return whole.index_put((numbers,), values).unflatten(0, shape)
 
 
 def plan_packed(lengths: list[int], dp_size: int, budget: int, multiple: int = 1) -> list[list[list[int]]]:

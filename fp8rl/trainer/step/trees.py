@@ -104,12 +104,6 @@ class TreeMicroBatch(PackedMicroBatch):
         sampled = batch.loss_mask.sum() - batch.loss_mask.flatten()[computed].sum()
         return {SAVED_SAMPLED: sampled, SAVED_OTHER: batch.lengths.sum() - self.real - sampled}
 
-    def _placed(self, numbers: Tensor, values: Tensor, padding: int) -> Tensor:
-        """Return [B, S, ...] with values[i] at the token numbers[i], and `padding` at all other tokens."""
-        shape = self.batch.tokens.shape
-        whole = values.new_full((shape.numel(), *values.shape[1:]), padding)
-        return whole.index_put((numbers,), values).unflatten(0, shape)
-
 
 def form_of(config: TrainerSection) -> type[MicroBatch]:
     """Return the class of micro-batches for a trainer's `cp`, `prefix_sharing` and `packing`."""
