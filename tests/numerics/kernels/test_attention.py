@@ -1,5 +1,7 @@
 """The attention kernels against float64 and against the torch op; prefill, chunks, decode and pages bit for bit."""
 
+from importlib import import_module
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.kernels.attention import chunks as attention_chunks
 from fp8rl.numerics.kernels.attention import forward as attention_forward_kernel
 from fp8rl.numerics.kernels.attention.backward import attention_dkv, attention_dq
-from fp8rl.numerics.kernels.attention.forward import attention, attention_forward, packed_attention, paged_attention
+from fp8rl.numerics.kernels.attention.forward import attention, attention_forward, packed_attention
 from fp8rl.numerics.kv import BF16_CACHE, CODES, KVFormat
 from tests.support.kernels import DEVICE, close_in_bf16, passed, random
 
@@ -40,7 +42,7 @@ SHAPES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_error_is_that_of_weights_and_result_in_bf16(shape):
+def test_errors_are_those_of_weights_result_and_gradients_in_bf16(shape):
     q, k, v, positions = inputs(2, *shape)
     exact, size = attention64(q, k, v, positions)
     found = attention(q, k, v, positions, SCALE).double()
@@ -48,6 +50,7 @@ def test_error_is_that_of_weights_and_result_in_bf16(shape):
     # The definition does not round its weights, but its result.
     definition = ops.attention(q, k, v, positions, SCALE).double()
     assert ((found - definition).abs() <= bound(exact, size) + bound(exact, 0)).all()
+    compare_gradients(q, k, v, positions)
 
 
 def bound(exact, size):
@@ -67,12 +70,6 @@ def test_weights_are_rounded_to_bf16_as_the_precision_map_plans():
     found = attention(q, k, v, positions, SCALE)[0, :, 0, 0]
     definition = ops.attention(q, k, v, positions, SCALE)[0, :, 0, 0]
     assert (found == rounded).double().mean() > 0.95 and (definition == rounded).double().mean() < 0.9
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_gradients(shape):
-    compare_gradients(*inputs(2, *shape))
 
 
 @pytest.mark.slow
@@ -130,19 +127,14 @@ def test_sequences_end_to_end_have_the_bits_of_padded_ones_and_so_have_their_gra
     width = max(lengths) + 10
     real = torch.arange(width, device=DEVICE) < torch.tensor(lengths, device=DEVICE)[:, None]
     q, k, v, positions = inputs(len(lengths), width, width, heads, key_heads, dim)
-    dout = random(*q.shape, seed=4) * real[..., None, None]  # what is in the padding, nobody asks
-
-    def passed(op, *leaves):
-        leaves = [x.detach().requires_grad_() for x in leaves]
-        out = op(*leaves)
-        out.backward((dout if out.dim() == 4 else dout[real]).to(out.dtype))
-        return [out, *(x.grad for x in leaves)]
-
-    padded = passed(lambda *x: attention(*x, positions, SCALE), q, k, v)
     own = torch.tensor(lengths, device=DEVICE)
-    packed = passed(lambda *x: packed_attention(*x, own, SCALE), *(x[real] for x in (q, k, v)))
-    for found, expected in zip(packed, padded):
-        assert expected.any() and torch.equal(found, expected[real])
+
+    def packed(*padded):
+        return torch.zeros_like(q).index_put((real,), packed_attention(*(x[real] for x in padded), own, SCALE))
+
+    expected = passed(lambda *x: attention(*x, positions, SCALE), q, k, v, real=real)
+    for ours, theirs in zip(passed(packed, q, k, v, real=real), expected):
+        assert theirs[real].any() and torch.equal(ours[real], theirs[real])
 
 
 class Sequences:
@@ -169,7 +161,7 @@ class Sequences:
             self.k_cache[own], self.v_cache[own] = k[0], v[0]
             self.queries.append(q[0])
             expected, positions = torch.full_like(q[0], torch.nan), torch.arange(length, device=DEVICE)[None, -newest:]
-            expected[-newest:] = attention(q[:, -newest:], k, v, positions, SCALE)[0]
+            expected[-newest:] = ops.attention(q[:, -newest:], k, v, positions, SCALE)[0]
             self.expected.append(expected)
         self.k_cache, self.v_cache = self.k_cache.to(kv.dtype), self.v_cache.to(kv.dtype)
 
@@ -177,7 +169,7 @@ class Sequences:
         """Tokens starts[i] to stops[i] of each sequence, and what they should be."""
         q = torch.cat([q[a:b] for q, a, b in zip(self.queries, starts, stops)])
         new, keys = (torch.tensor(x, device=DEVICE) for x in ([b - a for a, b in zip(starts, stops)], stops))
-        out = paged_attention(q, self.k_cache, self.v_cache, self.table, self.requests, new.int(), keys, SCALE)
+        out = ops.paged_attention(q, self.k_cache, self.v_cache, self.table, self.requests, new.int(), keys, SCALE)
         return out, torch.cat([x[a:b] for x, a, b in zip(self.expected, starts, stops)])
 
 
@@ -185,6 +177,7 @@ LENGTHS = [1, 300, 127, 129]
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("each_implementation")
 @pytest.mark.parametrize("heads, key_heads, dim", [(1, 1, 128), (4, 1, 64), (8, 1, 128)])
 def test_decode_and_chunks_over_pages_have_the_bits_of_the_whole(heads, key_heads, dim):
     sequences = Sequences(LENGTHS, heads, key_heads, dim)
@@ -201,12 +194,13 @@ def test_decode_and_chunks_over_pages_have_the_bits_of_the_whole(heads, key_head
 @pytest.fixture
 def short_chunks(monkeypatch):
     """Chunks of 256 keys, so that few keys are several."""
-    for module in (attention_forward_kernel, attention_chunks):
+    for module in (attention_forward_kernel, attention_chunks, import_module("fp8rl.numerics.ops.attention")):
         monkeypatch.setattr(module, "KEY_CHUNK", 256)
 
 
 @pytest.mark.slow
-def test_chunks_of_keys_have_the_bits_of_the_whole_in_any_number_of_programs(monkeypatch, short_chunks):
+@pytest.mark.usefixtures("each_implementation", "short_chunks")
+def test_chunks_of_keys_have_the_bits_of_the_whole_in_any_number_of_programs(monkeypatch):
     """A program for every chunk, one that leaves the parts of all, and one that merges them itself."""
     lengths = [530, 256, 3, 257]
     sequences = Sequences(lengths, 5, 1, 16, newest=30)
@@ -217,6 +211,7 @@ def test_chunks_of_keys_have_the_bits_of_the_whole_in_any_number_of_programs(mon
             assert torch.equal(out, expected)
 
 
+@pytest.mark.usefixtures("each_implementation")
 @pytest.mark.parametrize("length", (40, 1030), ids=("one chunk", "chunks of keys"))
 def test_sequences_and_tokens_that_only_fill_up_a_batch(length):
     """A CUDA graph's batch has one size: sequences without keys, tokens behind the last sequence's."""
@@ -224,10 +219,11 @@ def test_sequences_and_tokens_that_only_fill_up_a_batch(length):
     q = torch.cat((sequences.queries[0][-1:], random(2, 8, 64, seed=7)))
     new, keys = torch.tensor([1, 1], device=DEVICE), torch.tensor([length, 0], device=DEVICE)
     caches = sequences.k_cache, sequences.v_cache, sequences.table, sequences.requests
-    out = paged_attention(q, *caches, new, keys, SCALE)
+    out = ops.paged_attention(q, *caches, new, keys, SCALE)
     assert torch.equal(out[0], sequences.expected[0][-1]) and not out[1:].any()
 
 
+@pytest.mark.usefixtures("each_implementation")
 def test_a_cache_of_codes_has_the_bits_of_the_numbers_that_they_are():
     sequences = Sequences([140, 3], newest=30, kv=KVFormat(True))
     for new in (30, 1):

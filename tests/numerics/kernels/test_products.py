@@ -247,13 +247,15 @@ def test_adapted_products_of_heads(spec, transposed):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("each_implementation")
 @pytest.mark.parametrize("rank", (8, 24), ids=("less than an instruction", "between two"))
 def test_a_row_has_the_same_bits_in_every_batch_and_every_fusion(rank):
-    """An expert's row too: it is that of its matrices alone."""
+    """In any order of the matrices' rows. An expert's row too: it is that of its matrices alone."""
     n = 192
     x, w, low_rank = random(140, K), random(n, K, seed=1, scale=0.1), adapter(n, 3, rank=rank)
     stacked = dataclasses.replace(low_rank, a=low_rank.a[None], b=low_rank.b[None])
-    with using("triton"), torch.no_grad():
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(0)).to(x.device)
+    with torch.no_grad():
         operand = ops.weight_operand(quantize(w, POW2.weight))
         plus = ops.low_rank_of(x, low_rank)
         whole = ops.fp8_linear(x, w, operand, POW2, plus=plus)
@@ -263,25 +265,30 @@ def test_a_row_has_the_same_bits_in_every_batch_and_every_fusion(rank):
         h = ops.linear(x, low_rank.a)
         groups = torch.tensor([len(x)], device=x.device)
         assert torch.equal(ops.grouped_low_rank_term(h, groups, stacked.b, SCALE, 3), plus)
+        together, shuffled = ops.linear(x, w, plus=plus), dataclasses.replace(low_rank, b=low_rank.b[order])
+        assert torch.equal(ops.linear(x, w[order], plus=ops.low_rank_of(x, shuffled)), together[:, order])
         for part in range(3):
-            mine, its = torch.arange(n) // 8 % 3 == part, slice(part * rank, (part + 1) * rank)
-            alone = LowRank(low_rank.a[its], low_rank.b[mine.to(x.device)][:, its], SCALE)
-            assert torch.equal(ops.low_rank_of(x, alone), plus[:, mine.to(x.device)])
+            mine, its = (torch.arange(n) // 8 % 3 == part).to(x.device), slice(part * rank, (part + 1) * rank)
+            alone = ops.low_rank_of(x, LowRank(low_rank.a[its], low_rank.b[mine][:, its], SCALE))
+            assert torch.equal(alone, plus[:, mine])
+            assert torch.equal(ops.linear(x, w[mine], plus=alone), together[:, mine])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", (None, POW2), ids=("bf16", "pow2"))
-def test_a_row_without_the_adapter_has_every_bit_of_the_product_alone(spec):
-    x, w, low_rank = random(70, K), random(64, K, seed=1, scale=0.1), adapter(64)
-    x[::7] = 0.0
-    rows = torch.arange(70, device=x.device) % 3 != 1
-    some = dataclasses.replace(low_rank, rows=rows)
-    with using("triton"), torch.no_grad():
-        terms = None, ops.low_rank_of(x, some)
+@pytest.mark.usefixtures("each_implementation")
+@pytest.mark.parametrize("k_splits", (1, 2))
+@pytest.mark.parametrize("spec", (None, POW2, FP32), ids=("bf16", "pow2", "fp32"))
+def test_a_row_without_the_adapter_has_every_bit_of_the_product_alone(spec, k_splits):
+    """Zeros and their signs too: of rows of zeros, and of matrices of zeros and of -0."""
+    x, w, low_rank = random(70, 256), random(64, 256, seed=1, scale=0.1), adapter(64, 3, k=256)
+    x[::7], w[::5], w[1::5] = 0.0, 0.0, -0.0
+    some = dataclasses.replace(low_rank, rows=torch.arange(79, device=x.device) % 3 != 1)
+    with torch.no_grad():
+        terms = [ops.low_rank_of(x, each, k_splits) for each in (low_rank, some)]
         if spec is None:
-            alone, found = (ops.linear(x, w, plus=plus) for plus in terms)
+            made = [ops.linear(x, w, k_splits, plus) for plus in (None, *terms)]
         else:
-            operand = ops.weight_operand(quantize(w, spec.weight))
-            alone, found = (ops.fp8_linear(x, w, operand, spec, plus=plus) for plus in terms)
-    same = (found.view(torch.int16) == alone.view(torch.int16)).all(1)
-    assert same[~rows].all() and not same[rows & x.any(1)].any()
+            held = w, ops.weight_operand(quantize(w, spec.weight)), spec, "bf16", k_splits
+            made = [ops.fp8_linear(x, *held, plus) for plus in (None, *terms)]
+    alone, whole, found = (each.view(torch.int16) for each in made)
+    assert torch.equal(found, torch.where(some.rows[:70, None], whole, alone)) and not torch.equal(whole, alone)

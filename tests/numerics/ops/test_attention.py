@@ -1,4 +1,4 @@
-"""Attention: rows end to end, in a cache, in chunks and over prefix trees, against padded rows and float64."""
+"""Attention: rows end to end, in chunks and over prefix trees, against padded rows and float64."""
 
 from __future__ import annotations
 
@@ -40,27 +40,6 @@ def test_sequences_end_to_end_have_the_bits_of_padded_ones():
             assert (found - expected[real]).norm() <= bound * expected.norm()
 
 
-def test_new_tokens_of_sequences_that_lie_scattered_in_a_cache():
-    """One sequence has nothing new, one no keys, and there is a token more than the sequences have."""
-    torch.manual_seed(0)
-    lengths, new = [5, 140, 9, 0], [2, 130, 0, 1]
-    k_cache, v_cache = torch.full((2, 300, 2, 32), torch.nan).bfloat16()
-    slots, table = torch.randperm(300), torch.randint(0, 300, (6, 200), dtype=torch.int32)
-    requests = torch.tensor([4, 0, 2, 5])
-    q = torch.randn(sum(new) + 1, 4, 32).bfloat16()
-    out = ops.paged_attention(q, k_cache, v_cache, table, requests, torch.tensor(new), torch.tensor(lengths), 0.1)
-    assert out[:132].isnan().any() and not out[132:].any()
-    expected = []
-    for request, length, count, queries in zip(requests, lengths, new, q[:132].split([2, 130, 0])):
-        own, slots = slots[:length], slots[length:]
-        table[request, :length] = own.int()
-        k_cache[own], v_cache[own] = torch.randn(2, length, 2, 32).bfloat16()
-        positions = torch.arange(length - count, length)[None]
-        expected.append(ops.attention(queries[None], k_cache[own][None], v_cache[own][None], positions, 0.1)[0])
-    out = ops.paged_attention(q, k_cache, v_cache, table, requests, torch.tensor(new), torch.tensor(lengths), 0.1)
-    assert torch.equal(out[:132], torch.cat(expected)) and not out[132:].any()
-
-
 def softmax_over_splits(q, k, v, scale):
     """The online softmax of one head's queries [Q, D], all of which see all keys [T, D]; whole splits."""
     peak, total, out = torch.full((len(q), 1), -torch.inf), torch.zeros(len(q), 1), torch.zeros_like(q)
@@ -89,21 +68,6 @@ def test_chunks_are_softmaxes_of_their_own_merged_in_order():
 
     assert torch.equal(attended(2 * KEY_CHUNK), out / total)
     assert torch.equal(attended(KEY_CHUNK), both[0][2] / both[0][1])  # merging the first chunk changes nothing
-
-
-def test_decode_beyond_a_chunk_has_the_bits_of_the_whole():
-    torch.manual_seed(0)
-    length = KEY_CHUNK + 140
-    q, k, v = (torch.randn(1, length, heads, 32).bfloat16() for heads in (4, 2, 2))
-    whole = ops.attention(q, k, v, torch.arange(length)[None], 0.1)[0]
-    slots = torch.randperm(length)
-    k_cache, v_cache = torch.empty_like(k[0]), torch.empty_like(v[0])
-    k_cache[slots], v_cache[slots] = k[0], v[0]
-    for stop in (KEY_CHUNK, KEY_CHUNK + 1, KEY_CHUNK + 129, length):
-        for new in (1, 130):
-            queries, counts = q[0, stop - new : stop], (torch.tensor([new]), torch.tensor([stop]))
-            out = ops.paged_attention(queries, k_cache, v_cache, slots[None].int(), torch.tensor([0]), *counts, 0.1)
-            assert torch.equal(out, whole[stop - new : stop])
 
 
 SPANS = {

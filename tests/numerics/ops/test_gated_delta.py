@@ -9,12 +9,9 @@ from torch import Tensor
 from transformers.models.qwen3_next import modeling_qwen3_next as transformers
 
 from fp8rl.numerics import ops
+from tests.numerics.ops.test_ops import random
 
 LENGTHS = [330, 5, 96, 1, 1150]
-
-
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def tokens(count: int, dtype: torch.dtype = torch.bfloat16, rows: bool = False) -> list[Tensor]:
@@ -56,29 +53,6 @@ def test_a_token_has_the_same_bits_in_a_batch_and_alone_in_one_piece_in_chunks_o
                 where = torch.tensor([slot]), torch.tensor([len(some[0])]), torch.tensor([bool(found)])
                 found.append(ops.paged_gated_delta_rule(*some, caches, *where))
             assert torch.equal(torch.cat(found), expected) and torch.equal(caches[slot], caches[0])
-
-
-def test_a_cache_gives_the_bits_of_whole_sequences_and_a_new_request_reads_nothing_of_its_slot() -> None:
-    rows, lengths = tokens(70), torch.tensor([40, 30])
-    x, weight = random(70, 96, seed=7), random(96, 4, seed=8)
-    expected, mixed = ops.gated_delta_rule(*rows, lengths), ops.causal_conv(x, weight, lengths)
-    states, held = torch.empty(2, 4, 64, 64), torch.empty(2, 3, 96).bfloat16()
-    whole = torch.arange(2), lengths, torch.zeros(2).bool()
-    assert torch.equal(ops.paged_gated_delta_rule(*rows, states, *whole), expected)
-    assert torch.equal(ops.paged_causal_conv(x, weight, held, *whole), mixed)
-    cache, rows_cache = torch.full((5, 4, 64, 64), torch.nan), torch.full((5, 3, 96), torch.nan).bfloat16()
-    slots, found, convolved = torch.tensor([3, 1]), torch.empty_like(expected), torch.empty_like(mixed)
-    for first, last in ((0, 2), (2, 3), (3, 30)):
-        here = torch.cat([torch.arange(first, last), 40 + torch.arange(first, last)])
-        count, begun = torch.full((2,), last - first), torch.full((2,), first > 0)
-        found[here] = ops.paged_gated_delta_rule(*(y[here] for y in rows), cache, slots, count, begun)
-        convolved[here] = ops.paged_causal_conv(x[here], weight, rows_cache, slots, count, begun)
-    here, alone = torch.arange(30, 40), (slots[:1], torch.tensor([10]), torch.tensor([True]))
-    found[here] = ops.paged_gated_delta_rule(*(y[here] for y in rows), cache, *alone)
-    convolved[here] = ops.paged_causal_conv(x[here], weight, rows_cache, *alone)
-    assert torch.equal(found, expected) and torch.equal(cache[slots], states)
-    assert torch.equal(convolved, mixed) and torch.equal(rows_cache[slots], held)
-    assert cache[[0, 2, 4]].isnan().all() and rows_cache[[0, 2, 4]].isnan().all()
 
 
 @pytest.mark.parametrize("decays", [False, True])

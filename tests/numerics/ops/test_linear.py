@@ -69,20 +69,6 @@ def test_power_of_two_product_rounds_the_exact_one_once():
     assert ((y - exact).abs() <= 2**-8 * exact.abs() + 2**-20 * exact.abs().max()).all()
 
 
-@pytest.mark.parametrize("quantized", (False, True))
-def test_slices_merged_in_order_equal_k_splits(quantized):
-    """What two tensor-parallel ranks compute, each with its half of K, is what one process computes with k_splits=2."""
-    x, weight, _ = operands(k=512)
-    x, weight = x.detach(), weight.detach()
-    wq = fake_quantize(weight, POW2.weight)
-    parts = []
-    for half in (slice(0, 256), slice(256, 512)):
-        a, w = x[:, half].contiguous(), weight[:, half].contiguous()
-        parts.append(ops.fp8_linear_partial(a, w, wq[:, half], POW2) if quantized else ops.linear_partial(a, w))
-    whole = ops.fp8_linear(x, weight, wq, POW2, k_splits=2) if quantized else ops.linear(x, weight, k_splits=2)
-    assert all(part.dtype == torch.float32 for part in parts) and torch.equal(ops.merge_partials(parts, x.dtype), whole)
-
-
 def test_products_of_any_number_of_rows_are_computed_for_few_numbers_of_rows():
     assert len({filled_up(rows) for rows in range(4097)}) < 50
 
