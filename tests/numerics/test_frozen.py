@@ -21,34 +21,32 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-@pytest.mark.parametrize("preset", ["fp8_block_pow2", "fp8_block_fp32"])
-@pytest.mark.parametrize("backward", ["fp8", "bf16"])
-@pytest.mark.parametrize("k_splits", [1, 2])
-def test_a_frozen_product_and_its_gradient_have_the_bits_of_a_trained_one(preset, backward, k_splits) -> None:
-    spec, weight, dy = QuantSpec.preset(preset), random(N, K, seed=1), random(7, N, seed=2)
+def compare_with_trained(op, weight, spec, dy, *more) -> None:
+    """A product of a frozen weight, and its gradient, have the bits of that of a trained one."""
     found = []
     for operand in (ops.trained_operand(weight, spec.weight), Frozen(quantize(weight, spec.weight))):
-        x = random(7, K).requires_grad_()
-        y = ops.fp8_linear(x, weight, operand, spec, backward, k_splits)
+        x = random(len(dy), K).requires_grad_()
+        y = op(x, weight, operand, spec, *more)
         y.backward(dy)
         found.append((y, x.grad))
     for trained, frozen in zip(*found, strict=True):
         assert torch.equal(trained, frozen)
 
 
+@pytest.mark.parametrize("preset", ["fp8_block_pow2", "fp8_block_fp32"])
+@pytest.mark.parametrize("backward", ["fp8", "bf16"])
+@pytest.mark.parametrize("k_splits", [1, 2])
+def test_a_frozen_product_and_its_gradient_have_the_bits_of_a_trained_one(preset, backward, k_splits) -> None:
+    spec, weight = QuantSpec.preset(preset), random(N, K, seed=1)
+    compare_with_trained(ops.fp8_linear, weight, spec, random(7, N, seed=2), backward, k_splits)
+
+
 @pytest.mark.parametrize("backward", ["fp8", "bf16"])
 @pytest.mark.parametrize("implementation", ["torch", "triton"])
 def test_frozen_experts_have_the_bits_of_trained_ones(implementation: Implementation, backward) -> None:
     spec, stack, dy = QuantSpec.preset("fp8_block_pow2"), random(3, BLOCK, K, seed=1), random(17, BLOCK, seed=2)
-    found = []
     with using(implementation):
-        for operand in (ops.trained_operand(stack, spec.weight), Frozen(quantize(stack, spec.weight))):
-            x = random(17, K).requires_grad_()
-            y = grouped_linear(x, COUNTS, stack, operand, spec, backward)
-            y.backward(dy)
-            found.append((y, x.grad))
-    for trained, frozen in zip(*found, strict=True):
-        assert torch.equal(trained, frozen)
+        compare_with_trained(lambda x, *given: grouped_linear(x, COUNTS, *given), stack, spec, dy, backward)
 
 
 def test_rows_that_lie_in_another_order_are_taken_in_the_products_own() -> None:

@@ -18,11 +18,10 @@ from fp8rl.numerics.rounding import round_to_grid
 from fp8rl.numerics.spec import TensorSpec
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-ALL_SPECS = [
-    TensorSpec(format=f, granularity=g, scale=s)
-    for f, g, s in itertools.product(("e4m3", "e5m2"), ("tensor", "channel", "token_group", "block"), ("pow2", "fp32"))
-]
-OTHER_SPECS = [
+GRANULARITIES = ("tensor", "channel", "token_group", "block")
+SPECS = [
+    *(TensorSpec(format=f, granularity=g, scale=s)
+      for f, g, s in itertools.product(("e4m3", "e5m2"), GRANULARITIES, ("pow2", "fp32"))),
     TensorSpec(group=32, scale="e8m0"), TensorSpec(format="e5m2", group=32, scale="e8m0"),
     TensorSpec(granularity="block", scale="e8m0"), TensorSpec(group=32),
     TensorSpec(granularity="tensor", fixed=224.0, scale="fp32"), TensorSpec(granularity="block", fixed=224.0),
@@ -30,7 +29,7 @@ OTHER_SPECS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("spec", ALL_SPECS + OTHER_SPECS, ids=str)
+@pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_many_tensors_are_quantized_as_each_alone(spec):
     shapes = [(128, 256), (130, 70), (128, 256), (600, 512), (130, 70), (600, 512)]
     weights = [torch.randn(shape, dtype=torch.bfloat16) * 2**place for place, shape in enumerate(shapes)]
@@ -109,13 +108,7 @@ def test_rounding_is_exact_for_every_bf16_number(dtype):
 
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
-@given(
-    st.integers(1, 200),
-    st.integers(1, 300),
-    st.sampled_from(ALL_SPECS + OTHER_SPECS),
-    st.integers(0, 10**6),
-    st.floats(-30, 30),
-)
+@given(st.integers(1, 200), st.integers(1, 300), st.sampled_from(SPECS), st.integers(0, 10**6), st.floats(-30, 30))
 def test_codes_and_scales_equal_the_oracle(rows, columns, spec, seed, magnitude):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, columns, generator=generator) * torch.randn(rows, 1, generator=generator).mul(2).exp()
@@ -129,7 +122,7 @@ def test_codes_and_scales_equal_the_oracle(rows, columns, spec, seed, magnitude)
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.sampled_from([s for s in ALL_SPECS + OTHER_SPECS if s.scale != "fp32"]), st.integers(0, 10**6))
+@given(st.sampled_from([s for s in SPECS if s.scale != "fp32"]), st.integers(0, 10**6))
 def test_power_of_two_values_are_exact_in_bf16_and_survive_requantization(spec, seed):
     x = torch.randn(130, 260, generator=torch.Generator().manual_seed(seed)).mul(2).exp().bfloat16()
     once = quantize(x, spec)
@@ -220,9 +213,7 @@ def test_leading_dimensions_are_more_rows_or_more_matrices():
 
 
 @settings(max_examples=30, deadline=None)
-@given(
-    st.integers(1, 3), st.integers(1, 260), st.integers(1, 390), st.sampled_from(ALL_SPECS + OTHER_SPECS), st.booleans()
-)
+@given(st.integers(1, 3), st.integers(1, 260), st.integers(1, 390), st.sampled_from(SPECS), st.booleans())
 def test_memory_that_is_used_again_holds_the_same_values(matrices, rows, columns, spec, wide):
     x = torch.randn(matrices, rows, columns)
     result, dtype = quantize(x, spec), torch.float32 if wide else torch.bfloat16

@@ -15,8 +15,10 @@ POW2 = QuantSpec.preset("fp8_block_pow2")
 
 @pytest.mark.parametrize(
     ("capability", "changes", "expected"),
-    [(None, {}, "torch"), ((8, 0), {}, "torch"), ((8, 9), {}, "triton"), ((10, 0), {}, "triton"),
-     ((12, 0), {}, "torch"), ((9, 0), {"gradient": {"format": "e5m2"}}, "triton"),
+    [(None, {}, "torch"), ((8, 0), {}, "torch"), ((8, 9), {}, "triton"), ((9, 0), {}, "triton"),
+     ((10, 0), {}, "triton"), ((12, 0), {}, "torch"), ((9, 0), {"gradient": {"format": "e5m2"}}, "triton"),
+     ((9, 0), {"activation": {"fixed": 224}}, "triton"), ((9, 0), {"activation": {"scale": "e8m0"}}, "torch"),
+     ((9, 0), {"activation": {"rounding": "stochastic"}}, "torch"),
      ((9, 0), {"activation": {"group": 64}}, "torch"), ((9, 0), {"weight": {"granularity": "token_group"}}, "torch"),
      ((9, 0), {"gradient": {"granularity": "block"}}, "torch")],
 )  # fmt: skip

@@ -7,9 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from typer.testing import CliRunner
 
-from fp8rl.cli import app
+from tests.support.commands import result_of
 from tests.support.elsewhere import compiling, found_elsewhere
 from tests.support.paths import EXAMPLES, ROOT
 
@@ -122,7 +121,7 @@ def test_kernels_of_lists_are_there_with_these_arguments(name: str) -> None:
 @pytest.mark.parametrize("text", ["{}", '{"kernel": "os:system"}', "no JSON"])
 def test_a_file_that_is_no_list_of_ours_is_refused(text: str, tmp_path) -> None:
     (tmp_path / "list").write_text(text)
-    done = CliRunner().invoke(app, ["warm", str(tmp_path / "list"), "--gpu", "h100"])
+    done = result_of("warm", tmp_path / "list", "--gpu", "h100")
     assert done.exit_code == 2 and "expected a list that a run or `fp8rl doctor` wrote" in done.stderr
 
 
