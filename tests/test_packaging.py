@@ -20,6 +20,7 @@ from packaging.utils import canonicalize_name
 from fp8rl.rl.record.trackers import TRACKERS
 from fp8rl.rollout.engine.plugin.hooks import SGLANG_VERSION
 from tests.support.paths import ROOT
+from tests.test_architecture import imported_modules
 
 DOCKERFILE = (ROOT / "requirements/Dockerfile").read_text()
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("fp8rl/*/__init__.py"))
@@ -245,10 +246,4 @@ def test_stub_names_import_and_raise_when_called() -> None:
 
 
 def top_level_imports(source: str) -> set[str]:
-    modules = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            modules |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            modules.add(node.module.split(".")[0])
-    return modules
+    return {module.split(".")[0] for _, module in imported_modules(source)}

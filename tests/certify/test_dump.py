@@ -249,9 +249,8 @@ RECORD = RolloutRecord("1+1=?", "2", 1.0, 0.0, 0, 7, True, [5, 6], [7, 8, 9], [-
 def test_a_run_without_the_weights_of_a_step_takes_those_that_are_given(model: Path, tmp_path: Path) -> None:
     made = CapsuleRun.make(tmp_path).files
     made.rollouts(4).parent.mkdir()
-    write_rollouts(
-        made.rollouts(4), [replace(RECORD, told=[(1, 2)]), replace(RECORD, told=[(1, 2)], weight_versions=[3, 2])]
-    )
+    record = replace(RECORD, told=[(1, 2)])
+    write_rollouts(made.rollouts(4), [record, replace(record, weight_versions=[3, 2])])
     code, printed = run(made.path)
     assert code == 2 and "found 'answers of weight version 3, and checkpoints of versions none'" in printed
     dump = read_dump(made.path, model)

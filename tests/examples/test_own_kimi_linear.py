@@ -146,10 +146,8 @@ def kda(x: Tensor, t: dict[str, Tensor], at: str) -> Tensor:
 def test_the_engine_gives_the_trainers_bits_after_each_update(model: Path, layout: Layout, tmp_path: Path) -> None:
     trainer = trainer_on(layout, TrainerSection(lr=1e-3, warmup_steps=0), model)
     convert_checkpoint(model, tmp_path / "served", NUMERICS.rollout_spec)
-    plugin, expected = (
-        {"numerics": NUMERICS.to_dict(), "architecture": FILE},
-        expected_report(NUMERICS, architecture=FILE),
-    )
+    plugin = {"numerics": NUMERICS.to_dict(), "architecture": FILE}
+    expected = expected_report(NUMERICS, architecture=FILE)
     with asyncio.Runner() as runner:
         engine = make_engine(tmp_path / "engine.log", NUMERICS, plugin=plugin, expected=expected)
         endpoint = runner.run(engine.start(tmp_path / "served", 0))

@@ -32,9 +32,7 @@ def main() -> int:
                 print(f"{golden.name}: kept for {processor()}", flush=True)
             elif differing := [name for name, digest in known[golden.name].items() if found.get(name) != digest]:
                 different += 1
-                print(
-                    f"{golden.name}: found other {', '.join(differing)} than those kept for {processor()}", flush=True
-                )
+                print(f"{golden.name}: found other {', '.join(differing)} than are kept for {processor()}", flush=True)
             else:
                 print(f"{golden.name}: equal", flush=True)
     seen = known.setdefault(SEEN_ON, [])

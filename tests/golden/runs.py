@@ -47,19 +47,14 @@ DEMO = Golden("demo", "arithmetic.yaml", ("run.steps=6",))
 RUNS = (
     DEMO,
     Golden(
-        "deepseek",
-        "arithmetic_deepseek.yaml",
-        (
-            "trainer.tp=2",
-            "rollout.tp=2",
-            "adapter={rank: 8, alpha: 16}",
-            "rewards=[{function: length, kwargs: {free: 4}}]",
-        ),
+        "deepseek", "arithmetic_deepseek.yaml",
+        ("trainer.tp=2", "rollout.tp=2", "adapter={rank: 8, alpha: 16}",
+         "rewards=[{function: length, kwargs: {free: 4}}]"),
         TinyModel(layers=4, hidden=256, heads=4, intermediate=256, experts=8, top_k=4, family="deepseek_v3", yarn=True),
     ),
     Golden("ppo", "arithmetic_ppo.yaml", ("rollout.engines=2", "rollout.staleness=1", "rollout.in_flight=false")),
     Golden("native", "arithmetic_native.yaml"),
-)
+)  # fmt: skip
 
 
 def run(golden: Golden, folder: Path) -> Path:
@@ -68,14 +63,7 @@ def run(golden: Golden, folder: Path) -> Path:
     if golden.model is not None:
         write_tiny_model(folder / "models" / golden.name, golden.model)
         overrides.append(f"model.path={folder / 'models' / golden.name}")
-    command = [
-        sys.executable,
-        "-c",
-        "from fp8rl.cli import main; main()",
-        "train",
-        str(EXAMPLES / golden.spec),
-        *overrides,
-    ]
+    command = [sys.executable, "-c", "from fp8rl.cli import main; main()", "train", EXAMPLES / golden.spec, *overrides]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return folder / golden.name
 

@@ -13,20 +13,15 @@ from fp8rl.diagnose.measure import difference
 from fp8rl.diagnose.report import Difference, Finding
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.rl.experiment import Experiment, load_experiment, parse_experiment
+from fp8rl.rl.experiment import load_experiment
 from fp8rl.rollout.types import HandshakeError
 from tests.support.definitions import SIZES
+from tests.support.experiments import experiment
 
 MODEL = dataclasses.replace(SIZES, ffn_size=0, experts=8)
 DENSE = dataclasses.replace(MODEL, experts=0, top_k=0, expert_size=0, ffn_size=128)
 EXACT = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
 NATIVE = dataclasses.replace(EXACT, mode="native")
-
-
-def spec(**sections: dict) -> Experiment:
-    return parse_experiment(
-        {"model": {"path": "model"}, "data": {"train": "train.jsonl", "eval": "eval.jsonl"}, **sections}
-    )
 
 
 def made(mean: float | None, **changes: float | None) -> Difference:
@@ -41,7 +36,7 @@ def passed(check: Finding) -> bool:
 
 def test_both_sides_run_one_precision() -> None:
     for trainer, rollout, ok in (("fp8_forward", "fp8", True), ("bf16", "bf16", True), ("bf16", "fp8", False)):
-        check = pair.same_precision(spec(numerics={"trainer": trainer, "rollout": rollout}))
+        check = pair.same_precision(experiment(numerics={"trainer": trainer, "rollout": rollout}))
         assert (check.grade == "ok") is ok and (ok or "numerics.trainer=fp8 numerics.rollout=fp8" in check.remedy)
 
 

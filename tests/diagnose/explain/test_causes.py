@@ -35,7 +35,7 @@ from fp8rl.rl.guard.guard import GateState
 from fp8rl.rollout.engine.protocol import ADAPTER_SCALE
 from fp8rl.trainer.checkpoint.files import About, write_about
 from fp8rl.weight_sync.manifest import Manifest
-from tests.support.commands import result_of, shown
+from tests.support.commands import shown
 from tests.support.definitions import SIZES
 from tests.support.scored_batches import CapsuleRun, scored_batch
 
@@ -253,8 +253,3 @@ def test_without_a_name_the_newest_run_is_explained(tmp_path: Path) -> None:
         os.utime(tmp_path / name / "metrics.jsonl", (age, age))
     (tmp_path / "d").mkdir()
     assert newest_run(tmp_path) == tmp_path / "b"
-
-
-def test_what_cannot_be_explained_is_refused(tmp_path: Path) -> None:
-    refused = result_of("explain", tmp_path)
-    assert refused.exit_code == 2 and "expected the directory of a run or of a capsule" in refused.output

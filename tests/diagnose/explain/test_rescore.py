@@ -77,6 +77,7 @@ def test_the_table_begins_with_the_worst_token(capsule: Capsule) -> None:
 def test_bad_input_is_one_message_and_exit_code_2(capsule: Capsule, tmp_path) -> None:
     code, said = invoke("explain", "--quick", tmp_path)
     assert code == 2 and said.startswith("error: RUN|CAPSULE: found ") and said.count("\n") == 1
+    assert "expected the directory of a run or of a capsule" in said
     code, said = invoke("rescore", capsule.path)  # its former name
     first, second = said.splitlines()
     assert first == "`fp8rl rescore` is now `fp8rl explain --quick`; the next release drops the old name"
@@ -88,24 +89,10 @@ def test_bad_input_is_one_message_and_exit_code_2(capsule: Capsule, tmp_path) ->
 
 @pytest.mark.parametrize(
     ("bias", "context", "expected"),
-    [
-        (
-            0.001,
-            0.002,
-            "mismatch/bias: noise: the persistent part of d is 0.001 nats in up to 32 steps until 4; noise alone",
-        ),
-        (
-            0.02,
-            0.002,
-            "mismatch/bias: found bias: the persistent part of d is 0.02 nats in up to 32 steps until 4; noise",
-        ),
-        (
-            0.001,
-            0.02,
-            "mismatch/context_bias: found bias: the persistent part of d is 0.02 nats in up to 32 steps until 4",
-        ),
-    ],
-)
+    [(0.001, 0.002, "mismatch/bias: noise: the persistent part of d is 0.001 nats in up to 32 steps until 4; noise"),
+     (0.02, 0.002, "mismatch/bias: found bias: the persistent part of d is 0.02 nats in up to 32 steps until 4; noise"),
+     (0.001, 0.02, "mismatch/context_bias: found bias: the persistent part of d is 0.02 nats in up to 32 steps until")],
+)  # fmt: skip
 def test_the_metrics_of_a_run_say_noise_or_bias(capsule: Capsule, bias: float, context: float, expected: str) -> None:
     with closing(MetricsLog(capsule.path.parents[1] / "metrics.jsonl")) as log:
         log.append(1, {"mismatch/bias": 0.0, "mismatch/bias_noise": 0.0})

@@ -134,11 +134,8 @@ def test_a_library_is_cut_to_the_code_of_one_architecture() -> None:
     """A fat binary of three entries between other bytes, and one without the architecture."""
 
     def entry(architecture: int, code: bytes) -> bytes:
-        return (
-            struct.pack("<HHIQ", 2, 0x101, 64, len(code)).ljust(28, b"-")
-            + struct.pack("<I", architecture).ljust(36, b"-")
-            + code
-        )
+        head = struct.pack("<HHIQ", 2, 0x101, 64, len(code)).ljust(28, b"-")
+        return head + struct.pack("<I", architecture).ljust(36, b"-") + code
 
     def fat(*entries: bytes) -> bytes:
         body = b"".join(entries)
