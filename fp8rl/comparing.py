@@ -61,8 +61,7 @@ def runs_in(folder: Path) -> list[Run]:
 
 
 def listed(runs: Sequence[Run]) -> Listing:
-    """Return a table with a line for each run: steps, last numbers, median time of a step, and why it ended. For an
-    unreadable run the line says why."""
+    """Return a table of runs: why each ended, its steps, last numbers and median step time, or why it is unreadable."""
     rows = []
     for run in runs:
         try:

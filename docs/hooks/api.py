@@ -105,7 +105,8 @@ def _returned(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
 
 def _written(source: str, field: ast.AnnAssign) -> str:
     """Return a field as it is written, in one line; `ast.unparse` would choose other quotes."""
-    return " ".join((ast.get_source_segment(source, field) or "").split())
+    text = " ".join((ast.get_source_segment(source, field) or "").split())
+    return re.sub(r"\bLogProb\b", "float", text)  # which it is: a file has null where it is not finite
 
 
 def _text_below(node: ast.ClassDef, field: ast.AnnAssign) -> str:

@@ -18,7 +18,7 @@ from fp8rl.rl.record.run_dir import set_aside
 from fp8rl.rl.run.batching import RolloutBatch
 from fp8rl.rl.run.checkpoints import is_due
 from fp8rl.rl.run.evaluation import Evaluation, agreement_on
-from fp8rl.rl.run.feed.feed import open_feed
+from fp8rl.rl.run.feed.feed import ExampleFeed, Feed
 from fp8rl.rl.run.run import Run
 from fp8rl.rl.run.step import StepPass, fault_of, forward_backward, throughput
 from fp8rl.trainer.step.batch import TokenBatch
@@ -30,7 +30,7 @@ def train(run: Run) -> str:
     Return why the run stopped before its last step, after a checkpoint; an empty text if it reached its last step.
     """
     experiment, trainer, record = run.experiment, run.trainer, run.record
-    feed = open_feed(experiment, run.sampling)
+    feed = (Feed if experiment.algorithm.samples else ExampleFeed)(experiment, run.sampling)
     guard = Guard(experiment, record.gate_state)
     evaluation = Evaluation(experiment, run.sampling, run.closing)
     if run.engines:

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -66,7 +66,7 @@ def test_a_run_whose_gate_fell_back_to_bf16_is_asked_in_bf16(data: Path) -> None
     run.experiment.write_text(spec.to_yaml())
     run.model.symlink_to(MODEL)
     run.checkpoint(4).mkdir(parents=True)
-    write_about(run.checkpoint(4), About(4, {"standing": GateState(bf16=True).to_dict()}, {}))
+    write_about(run.checkpoint(4), About(4, {"standing": asdict(GateState(bf16=True))}, {}))
     plain = spec.numerics_config()
     assert read_evaluated(run.path, [], []).numerics == plain.in_bf16() != plain
     assert read_evaluated(run.path, [], ["numerics.preset=fp8_block_pow2"]).numerics == plain

@@ -23,8 +23,6 @@ from fp8rl.rollout.tasks.rewards.workers import RewardFailure, Workers
 from fp8rl.rollout.tasks.tokens import behind_ids, text_of
 from fp8rl.rollout.types import Problem, prompt_ids
 
-OF_ENVIRONMENT = "environment"
-"""Our reward function that returns what the environment has returned."""
 LONGEST_ANSWER = 100_000
 """The most characters of an answer that are tokenized: a longer answer would take minutes."""
 
@@ -92,7 +90,7 @@ def _reward(workers: Workers, index: int, config: RewardSection, offered: dict[s
         function = load_function(config, f"rewards.functions.{index}")
     except UserError:
         return "none: the function is refused"
-    if name == OF_ENVIRONMENT:
+    if name == "environment":
         return "what the environment returns"
     if function.is_async:
         return "not known: the function may call a service, so it was not called"

@@ -13,6 +13,7 @@ from rich.text import Text
 from fp8rl.diagnose.doctor.formats import map_table
 from fp8rl.diagnose.doctor.machine import Machine
 from fp8rl.diagnose.report import Finding, Report, grid
+from fp8rl.rl.report.summary import counted
 
 if TYPE_CHECKING:
     from fp8rl.diagnose.doctor.pair import Pair  # what it imports may not be installed
@@ -130,10 +131,7 @@ def _gpus(diagnosis: Diagnosis) -> RenderableType:
 
 def _data(data: DataFound) -> Text:
     """Render a source's first prompt, and the rewards of its reference."""
-    problems, tokens = (
-        f"{number:,} {what}{'s' * (number != 1)}"
-        for number, what in ((data.problems, "problem"), (data.prompt_tokens, "token"))
-    )
+    problems, tokens = counted(data.problems, "problem"), counted(data.prompt_tokens, "token")
     text = Text.assemble((data.key, "bold"), f"  {problems} in {data.path}\n")
     text.append(f"the first prompt, {tokens}:\n")
     text.append("".join(f"  | {line}\n" for line in _shortened(data.prompt).splitlines()), style="dim")

@@ -18,8 +18,7 @@ from fp8rl.trainer.step.batch import TokenBatch
 SAME_PRECISION = "Run both sides in one precision: numerics.trainer=fp8 numerics.rollout=fp8, or bf16 for both."
 NATIVE_LIMIT = 6.0
 """The most that mean abs(d) may be in native mode, in multiples of BF16/BF16's. Measured with FP8 on both sides: 4.2 on
-the example, 3.6 on a 4-layer model. That model had 7.3 with a BF16 trainer and FP8 rollout, and 9.7 with unequal scale
-formats."""
+the example, 3.6 on a 4-layer model, which had 7.3 with a BF16 trainer and FP8 rollout, and 9.7 with unequal scales."""
 OTHER_TEMPERATURES = (0.8, 1.25)
 """Factors of the spec's temperature: these temperatures must explain the log-probabilities worse than the spec's."""
 

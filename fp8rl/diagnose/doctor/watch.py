@@ -130,8 +130,7 @@ def _held_by_optimizer(
 
 
 def engine_holdings(held: Iterable[Holding], model: Model, numerics: NumericsConfig) -> list[Sighting]:
-    """Return what one rank of an engine holds, from its inventory (`rollout.engine.plugin.state.inventory`). numerics:
-    as planned."""
+    """Return what a rank of an engine holds, by its `rollout.engine.plugin.state.inventory`. numerics: as planned."""
     plan = precision_map(numerics)
     kinds = {SCALES: "engine.scale", DERIVED: "engine.derived", KV_CACHE: "engine.kv_cache", STATES: "engine.state"}
     found = []

@@ -112,13 +112,11 @@ a factor of 11.5; after ROUNDS it is below FP32's resolution."""
 
 @dataclass(frozen=True)
 class TemperatureFit:
-    """The temperature that explains recorded log-probabilities best.
-
-    temperature: the best fit. abs_diff_mean: mean |d| that remains at that temperature.
-    """
+    """The temperature that explains recorded log-probabilities best."""
 
     temperature: float
     abs_diff_mean: float
+    """The mean |d| that remains at this temperature."""
 
 
 def fit_temperature(logits: Tensor, tokens: Tensor, recorded: Tensor) -> TemperatureFit:

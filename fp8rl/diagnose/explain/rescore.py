@@ -30,14 +30,13 @@ WORST_TOKENS = 12
 
 @dataclasses.dataclass(frozen=True)
 class Rescored:
-    """A capsule, and its sequences scored again.
-
-    rescored: the capsule's sequences with the new scores. metrics: the `mismatch/...` metrics of the new scores.
-    """
+    """A capsule, and its sequences scored again."""
 
     capsule: Capsule
     rescored: ScoredBatch
+    """The capsule's sequences with the new scores."""
     metrics: dict[str, float]
+    """The `mismatch/...` and `drift/...` metrics of the new scores."""
 
     @property
     def changes(self) -> Tensor:

@@ -111,8 +111,7 @@ def target(gpu: Gpu) -> Target:
 
 
 def findings(subject: PlanSubject, job: Job, gpu: Gpu, memory: Memory) -> Iterator[Finding]:
-    """Yield what `train` would refuse, by the rules of `train`, then remarks on what it would accept. memory: the
-    fullest GPU's."""
+    """Yield what `train` would refuse, then remarks on what it would accept. memory: the fullest GPU's."""
     experiment = with_keys(subject.experiment, {"trainer": job.layout, "rollout.tp": job.engine_tp})
     yield from map(Finding.of_error, broken_rules(experiment, job.shape, target(gpu)))
     try:

@@ -45,8 +45,7 @@ class PlanSubject:
 
 
 def read_plan_subject(subject: str | None, overrides: Sequence[str] = ()) -> PlanSubject:
-    """Read the spec or model that is to be planned. Raises UserError: there is no such spec or model, or a key or value
-    of the spec is wrong."""
+    """Read the spec or model to plan. Raises UserError: there is none, or a key or value of the spec is wrong."""
     path = Path(subject := subject or "")
     check_path(path, "SPEC|MODEL")
     if path.is_file():
@@ -104,8 +103,7 @@ def is_apart(experiment: Experiment, job: Job) -> bool:
 
 
 def _config(path: str, revision: str | None, key: str) -> tuple[Path, str]:
-    """Return a directory with the config of a spec's model, and the name of the packaged config that stands in for a
-    model that is not there yet."""
+    """Return a directory with a model's config, and the packaged config's name if it stands in for a missing model."""
     if not Path(path).exists() and (packaged := _packaged(Path(path).name)):
         return CONFIGS / packaged, packaged
     return model_directory(path, revision, key, config_only=True), ""

@@ -24,8 +24,7 @@ from fp8rl.trainer.step.batch import Objective, TokenBatch
 @dataclass(frozen=True)
 class Needs:
     """The scores that an algorithm needs of a batch before its first update, besides the engines' log-probabilities. A
-    reference, a critic or a teacher is loaded only where its scores are needed.
-    """
+    reference, a critic or a teacher is loaded only where its scores are needed."""
 
     old_logprobs: bool = False
     """The policy's log-probabilities at the weights before the first update, `fields["old_logprobs"]`."""
@@ -67,8 +66,7 @@ class AlgorithmConfig(Section):
     """The loss in one line, the same for all settings. r = e^(logprob - old), and R is the reward."""
 
     compares_in_group: ClassVar[bool] = False
-    """True if an answer's reward is compared with the mean reward of its prompt's answers, which is 0 in a group of
-    one."""
+    """True if a reward is compared with the mean reward of the prompt's answers, which is 0 in a group of one."""
 
     @property
     def loss_summary(self) -> str:

@@ -232,8 +232,7 @@ class PolicyGradient(AlgorithmConfig):
 
     def token_advantages(self, outcomes: Outcomes, batch: TokenBatch) -> Tensor:
         """The advantage of each token, float32 [B, S]: here its trajectory's. A subclass may return a pair (advantages,
-        metrics by name); the metrics enter the step's row.
-        """
+        metrics by name); the metrics enter the step's row."""
         return per_token(self.trajectory_advantages(outcomes.rewards, outcomes.groups), batch.loss_mask)
 
     def trajectory_advantages(self, rewards: Tensor, groups: Tensor) -> Tensor:
@@ -242,8 +241,7 @@ class PolicyGradient(AlgorithmConfig):
 
     def kl_penalty(self, batch: TokenBatch) -> Tensor:
         """The KL penalty (`kl.reward`) of each token: coefficient · (logprob - reference logprob). float64 [B, S], 0 on
-        unused tokens. logprob: by the weights that scored the batch; under `bypass`, by the weights that sampled it.
-        """
+        unused tokens. logprob: by the weights that scored the batch; under `bypass`, by those that sampled it."""
         old = batch.fields["rollout_logprobs" if self.ratio == "bypass" else "old_logprobs"]
         x = old.double() - batch.fields["reference_logprobs"].double()
         return torch.where(used_tokens(batch), self.kl.reward.coefficient * x, 0.0)
@@ -283,8 +281,7 @@ def per_token(values: Tensor, batch_mask: Tensor) -> Tensor:
 
 def whitened(advantages: Tensor, used: Tensor) -> Tensor:
     """(A - mean) / sqrt(variance + 1e-8) over all used tokens of the batch, as in REINFORCE++ (Hu et al. 2025). float32
-    [B, S], 0 on tokens that are not used; computed in float64.
-    """
+    [B, S], 0 on tokens that are not used; computed in float64."""
     values = advantages[used].double()
     variance, mean = torch.var_mean(values, correction=0)
     white = torch.zeros(advantages.shape, dtype=torch.float32)

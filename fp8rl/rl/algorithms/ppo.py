@@ -41,8 +41,7 @@ class Ppo(PolicyGradient):
     critic: CriticSection = CriticSection()
     """How the critic is trained."""
     critic_warmup: int = Field(default=0, ge=0)
-    """Number of steps at the start in which only the critic learns. The policy's learning-rate schedule starts after
-    them."""
+    """Number of first steps in which only the critic learns. The policy's learning-rate schedule starts after them."""
     value_clip: float | None = Field(default=0.2, gt=0.0)
     """The critic's loss also has a term in which a value differs by at most this number from the value before the
     batch's first update. Null: no such term."""
@@ -88,9 +87,8 @@ class Ppo(PolicyGradient):
 
 @dataclass(frozen=True)
 class ValueObjective:
-    """The critic's loss: the mean over used tokens of max((V - G)², (V_old + clamp(V - V_old, ±clip) - G)²) / 2.
-    G is `fields["returns"]`, V_old is `fields["values"]`.
-    """
+    """The critic's loss: the mean over used tokens of max((V - G)², (V_old + clamp(V - V_old, ±clip) - G)²) / 2. G is
+    `fields["returns"]`, V_old is `fields["values"]`."""
 
     tokens: int
     """Used tokens of the whole batch."""

@@ -55,8 +55,7 @@ class TeacherSection(Section):
     precision: RolloutPrecision | None = None
     """`fp8` or `bf16`. Null: as `numerics.rollout`."""
     context_length: int | None = Field(default=None, ge=1)
-    """Context length of an engine. The longest sequence that it can score is 6 tokens shorter. Null:
-    `rollout.context_length` + 6."""
+    """Context length of an engine, which scores up to 6 tokens less. Null: `rollout.context_length` + 6."""
     max_total_tokens: int = Field(default=32768, ge=1)
     """Tokens that the KV cache of one engine holds."""
 

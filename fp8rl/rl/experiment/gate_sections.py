@@ -82,8 +82,7 @@ class GuardSection(Section):
     and when a gate fires."""
 
     nonfinite_loss: Literal["stop", "skip"] = "stop"
-    """`stop`: writes a checkpoint and ends the run. `skip`: continues with the next batch. Neither trains on this
-    batch."""
+    """`stop`: writes a checkpoint and ends the run. `skip`: goes on with the next batch. Neither trains on this one."""
     redraws: int = Field(default=8, ge=0)
     """Number of answers of a step, spread over the step, whose tokens the trainer draws again from its own logits and
     the tokens' seeds. Exact mode only; 0 turns this check off."""

@@ -67,13 +67,11 @@ class ModelSection(Section):
     revision: Revision | None = None
     """Branch, tag or commit of a model of the hub. Null: the default branch. A run's `spec.yaml` has the commit."""
     architecture: SpecPath | None = None
-    """Python file with an architecture of your own ([models.md](models.md#how-to-add-the-next)). Null: a built-in
-    one."""
+    """File with an architecture of your own ([models.md](models.md#how-to-add-the-next)). Null: a built-in one."""
 
     @property
     def directory(self) -> Path:
-        """The model's directory on this machine. A model of the hub is fetched first. Raises UserError: the hub does
-        not give the model."""
+        """The model's directory here, fetched first if it is the hub's. Raises UserError: the hub does not give it."""
         return model_directory(self.path, self.revision, "model.path")
 
     def at(self, directory: Path) -> ModelSection:
@@ -93,8 +91,7 @@ class TensorOverride(Section):
     scale: Scale | None = None
     """Type of the scales: `fp32`, `pow2` (powers of two in FP32), or `e8m0` (powers of two in a byte)."""
     fixed: float | None = Field(default=None, gt=0.0)
-    """A static range, -fixed to fixed, instead of a range from each block's largest value. Values beyond it
-    saturate."""
+    """A static range, ±fixed, instead of a range from each block's largest value. Values beyond it saturate."""
     rounding: Rounding | None = None
     """`nearest`: to the nearest code. `stochastic`: up or down at random, so that the mean is the value itself."""
 
@@ -142,8 +139,7 @@ class NumericsSection(Section):
     trainer also takes the engine's experts (R3)."""
     deepgemm: bool | None = None
     """Whether FP8 products run on DeepGEMM (Hopper GPUs, exact mode). Null: yes, in each process that has DeepGEMM and
-    finds at its start that DeepGEMM gives the Triton kernels' bits. True: a process without DeepGEMM does not start.
-    False: no."""
+    finds at its start that it gives the Triton kernels' bits. True: a process without it does not start. False: no."""
 
     @field_validator("router_replay", mode="before")
     @classmethod
@@ -314,7 +310,6 @@ class EvalSet(DataSource):
 
     @property
     def configuration(self) -> str | None:
-        """The configuration of the data set."""
         return self.subset
 
     @model_validator(mode="after")

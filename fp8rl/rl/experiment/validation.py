@@ -90,8 +90,7 @@ def check_plain(value: Any, key: tuple[str, ...] = ()) -> None:
 
 
 def valid_keys(algorithm: str | None = None, section: type[Section] = Experiment, prefix: str = "") -> list[str]:
-    """Return every dotted key of a section at `prefix`, without indices of lists. algorithm: the only one whose keys
-    count."""
+    """Return the dotted keys of a section at `prefix`, without indices of lists. algorithm: the only one counted."""
     keys: dict[str, None] = {}
     for name, field in section.model_fields.items():
         keys[prefix + name] = None

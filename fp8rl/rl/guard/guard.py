@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
@@ -81,10 +81,6 @@ class GateState:
         gate_state = read_about(run.checkpoint(step)).extra.get("standing", {})
         where = f"checkpoint of step {step}: standing"
         return validated(TypeAdapter(cls).validate_python, gate_state, where, "Resume from an older checkpoint.")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the state as JSON values."""
-        return dataclasses.asdict(self)
 
     def numerics(self, configured: NumericsConfig) -> NumericsConfig:
         """Return the numerics of both sides: the spec's, or BF16 on both. Neither side ever falls back alone."""

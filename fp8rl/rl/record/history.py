@@ -27,8 +27,7 @@ from fp8rl.numerics.core.reading import BadLine, json_lines, whole_json_lines
 @dataclasses.dataclass(frozen=True)
 class Event:
     """One thing that the run did by itself: a gate fired, a loss was not finite, the run was resumed, engines were
-    replaced, a sync was repeated, functions of the user failed, or a tracker was lost.
-    """
+    replaced, a sync was repeated, functions of the user failed, or a tracker was lost."""
 
     step: int
     metric: str

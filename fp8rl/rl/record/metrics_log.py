@@ -20,7 +20,7 @@ DROPPED = "tracking/nonfinite_dropped"
 class MetricsLog:
     """Appends rows to a metrics file. Rows of steps after `last` are removed, because a resumed run repeats them."""
 
-    def __init__(self, path: Path, last: int = -1) -> None:
+    def __init__(self, path: Path, last: int) -> None:
         kept = [row for row in read_metrics(path) if row["step"] <= last]
         write_atomically(path, "".join(_line(row) for row in kept))
         self._path, self._file = path, path.open("ab", buffering=0)

@@ -30,7 +30,7 @@ class RunTracker:
         last: the step of the checkpoint that a resumed run starts from; later rows are cut.
     """
 
-    def __init__(self, run: RunDir, trackers: BackgroundTrackers, *, all_rollouts: bool = True, last: int = -1) -> None:
+    def __init__(self, run: RunDir, trackers: BackgroundTrackers, *, all_rollouts: bool = True, last: int) -> None:
         self._run_dir, self._all_rollouts = run, all_rollouts
         self._metrics = MetricsLog(run.metrics, last)
         self._trackers = trackers

@@ -212,32 +212,30 @@ def verdict(summary: RunSummary) -> list[str]:
         sentences.append(f"{sentence}.")
     if summary.cut_answers * 2 > summary.answers:
         sentences.append(
-            f"{summary.cut_answers:,} of {_count(summary.answers, 'answer')} had no room left "
+            f"{summary.cut_answers:,} of {counted(summary.answers, 'answer')} had no room left "
             "(rollout.max_new_tokens, rollout.context_length)."
         )
-    withheld = f", {_count(summary.withheld_steps, 'step')} not trained on"
+    withheld = f", {counted(summary.withheld_steps, 'step')} not trained on"
     for events, kind, rest in ((summary.interventions, "intervention", withheld), (summary.warnings, "warning", "")):
         if events:
             first = f"step {events[0].step}: {events[0].text}"
-            sentences.append(f"{_count(len(events), kind)}{rest}. The first, {first}.")
+            sentences.append(f"{counted(len(events), kind)}{rest}. The first, {first}.")
     return sentences
 
 
 def _learning(summary: RunSummary) -> str:
-    steps, held_out = _count(summary.steps, "step"), f"Held-out {summary.held_out}"
+    steps, held_out = counted(summary.steps, "step"), f"Held-out {summary.held_out}"
     if summary.accuracy_before is not None and summary.accuracy_after is not None:
         before, after = summary.accuracy_before, summary.accuracy_after
         if before == after:
             return f"{held_out} stayed at {after:.3f} in {steps}."
+        went = f"{held_out} went from {before:.3f} to {after:.3f} in {steps}"
         if summary.accuracy_change is None:
-            return f"{held_out} went from {before:.3f} to {after:.3f} in {steps}."
+            return f"{went}."
         low, high = summary.accuracy_change
-        problems = _count(summary.evaluated_problems, "problem")
+        problems = counted(summary.evaluated_problems, "problem")
         if low <= 0.0 <= high:
-            return (
-                f"{held_out} went from {before:.3f} to {after:.3f} in {steps}, which {problems} cannot tell "
-                "from no change."
-            )
+            return f"{went}, which {problems} cannot tell from no change."
         moved = "rose" if after > before else "fell"
         return f"{held_out} {moved} from {before:.3f} to {after:.3f} in {steps} on {problems}."
     if summary.accuracy_after is not None:
@@ -250,8 +248,8 @@ def _learning(summary: RunSummary) -> str:
 def _agreement(summary: RunSummary) -> str:
     if summary.largest_abs_diff is None and summary.nonfinite_tokens == 0:
         return "No sampled tokens were compared between trainer and engine."
-    tokens = f"{_count(summary.compared_tokens, 'token')} of the trainer's version"
-    steps, parts = _count(summary.steps, "step"), []
+    tokens = f"{counted(summary.compared_tokens, 'token')} of the trainer's version"
+    steps, parts = counted(summary.steps, "step"), []
     if summary.bitwise_equal:
         parts.append(f"Trainer and engine agree bit for bit: d = 0 on all {tokens} in {steps}")
     elif summary.largest_abs_diff == 0.0 and summary.exact_fraction == 1.0:
@@ -262,7 +260,7 @@ def _agreement(summary: RunSummary) -> str:
             f"(step {summary.largest_abs_diff_step}), the mean {summary.mean_abs_diff:.3g} over {tokens}"
         )
     if summary.nonfinite_tokens:
-        parts.append(f"{_count(summary.nonfinite_tokens, 'token')} had a non-finite log-probability")
+        parts.append(f"{counted(summary.nonfinite_tokens, 'token')} had a non-finite log-probability")
     if summary.compared_steps < summary.steps:
         parts.append(f"{summary.steps - summary.compared_steps} of {steps} were not compared")
     if summary.older_tokens:
@@ -276,15 +274,11 @@ def _agreement(summary: RunSummary) -> str:
 def _syncs(summary: RunSummary) -> str:
     if summary.syncs == 0:
         return "No weight sync was recorded."
+    syncs, tensors = counted(summary.syncs, "weight sync"), counted(summary.mismatched_tensors, "tensor")
     if summary.verified_syncs == summary.syncs:
-        return (
-            f"All {_count(summary.syncs, 'weight sync')} verified: no tensor in the engine differed from the trainer's."
-        )
-    return (
-        f"{summary.syncs - summary.verified_syncs} of {_count(summary.syncs, 'weight sync')} did not verify; "
-        f"{_count(summary.mismatched_tensors, 'tensor')} differed."
-    )
+        return f"All {syncs} verified: no tensor in the engine differed from the trainer's."
+    return f"{summary.syncs - summary.verified_syncs} of {syncs} did not verify; {tensors} differed."
 
 
-def _count(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")

@@ -77,8 +77,7 @@ def batch_from_trajectories(
 
 
 def token_versions(trajectories: Sequence[Trajectory], mask: Tensor) -> Tensor:
-    """int64 [B, S], the weight version that sampled each token, 0 elsewhere. mask: the `loss_mask` of the trajectories'
-    batch."""
+    """int64 [B, S], the weight version that sampled each token, 0 elsewhere. mask: the batch's `loss_mask`."""
     versions = torch.zeros(mask.shape, dtype=torch.int64)
     versions[mask] = torch.tensor([v for t in trajectories for v in t.weight_versions], dtype=torch.int64)
     return versions

@@ -67,7 +67,8 @@ class Checkpoints:
     def begin(self, trainer: TrainerGroup, gate_state: GateState, step: int, feed: FeedState) -> None:
         """Wait for the last checkpoint, copy the state, and have it written under a temporary name."""
         self.wait()
-        extra = {"step": step, "kept": _kept(self._experiment), "standing": gate_state.to_dict(), "feed": feed.extra}
+        standing = dataclasses.asdict(gate_state)
+        extra = {"step": step, "kept": _kept(self._experiment), "standing": standing, "feed": feed.extra}
         extra[_CONTENTS] = {key: dataclasses.asdict(content) for key, content in self._held.items()}
         if (content := self._experiment.checkpoint.content) != "all":
             extra[CONTENT] = content
@@ -206,8 +207,7 @@ def changes(run: RunDir, experiment: Experiment) -> list[str]:
 
 
 def _kept(experiment: Experiment) -> dict[str, Any]:
-    """Return the settings that a run must keep from its first step to its last. With others, its curves would mix two
-    experiments."""
+    """Return the settings that a run must keep from its first step to its last, to be one experiment."""
     numerics = experiment.numerics_config()
     scales = f"{numerics.key_scale:g} and {numerics.value_scale:g}"
     return {

@@ -27,8 +27,6 @@ from fp8rl.rl.run.interrupts import BoundedExitStack
 
 RESUMED = "tracking/resumed"
 TRACKER_LOST = "tracking/tracker_lost"
-BEFORE_THE_FIRST = -1
-"""The step to resume after, if there is no checkpoint: the run repeats everything, also the row of step 0."""
 _ACTIONS = {ENGINES_REPLACED: "replace_engine", STALE_RESYNCS: "resync", SYNCS_REPEATED: "resync", RESUMED: "resume"}
 """What a run does after an event of this metric; after others it goes on."""
 
@@ -50,10 +48,8 @@ class Record:
         self.experiment, self.files = experiment, files
         self._closing, self._notes, self.again = closing, notes, again
         closing.enter_context(run_log(files.log))
-        self.resume_step = max(files.checkpoint_steps(), default=BEFORE_THE_FIRST if again else None)
-        """The step to resume after; None for a new run."""
-        self.step = max(self.resume_step or 0, 0)
-        """The step that is under way, 0 before the first."""
+        self.step = max(files.checkpoint_steps(), default=0)
+        """The step that is under way; before the first, the step of the last checkpoint, or 0 without one."""
         self.manifest: Path | None = None
         """Digests of the weights that the engines hold, as the last sync verified them."""
         self.gate_state = GateState.of_checkpoint(files, self.step or None)
@@ -79,8 +75,8 @@ class Record:
 
     def begin(self) -> None:
         """Cut what a resumed run repeats, and start trackers, checkpoints and the session."""
-        experiment, files, resumed = self.experiment, self.files, self.resume_step is not None
-        last = BEFORE_THE_FIRST if self.resume_step is None else self.resume_step  # an earlier start may have no step
+        experiment, files, resumed = self.experiment, self.files, self.again or self.step > 0
+        last = self.step or -1  # without a checkpoint all is repeated, also the row of step 0
         cut_events(files.events, last)
         files.cut(last)
         tracking, every = experiment.tracking, experiment.tracking.rollouts == "all"
@@ -108,8 +104,7 @@ class Record:
             append_entry(self.files.sessions, self.session)
 
     def steps(self) -> Iterator[int]:
-        """Go from step to step, up to the last. Raises FileNotFoundError: the run's directory was deleted, renamed or
-        replaced before a step."""
+        """Go from step to step, up to the last. Raises FileNotFoundError: see `check_directory`."""
         while self.step < self.experiment.run.steps:
             self.step += 1
             check_directory(self.files.path, self._directory, self.step)
@@ -143,8 +138,7 @@ class Record:
         self.announce(Event(self.step, metric, float(count), "above 0", action, None, text))
 
     def recoveries(self) -> dict[str, float]:
-        """Return the counts of events since the last call, as metrics. Those that an experiment may have are there also
-        at 0."""
+        """Return, as metrics, how many events there were since the last call; possible ones are there also at 0."""
         counts = dict.fromkeys(COUNTED if self.experiment.needs_engines else (), 0)
         if self.experiment.has_environment:
             counts[ENVIRONMENT_FAILURES] = 0

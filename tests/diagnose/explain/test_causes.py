@@ -4,7 +4,7 @@ import json
 import math
 import os
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -223,7 +223,7 @@ def test_a_run_s_weights_are_its_newest_checkpoint_or_its_model(tmp_path: Path) 
     for step, bf16 in ((20, False), (100, True)):
         checkpoint = run / f"checkpoints/step_{step}"
         checkpoint.mkdir(parents=True)
-        write_about(checkpoint, About(step, {"standing": GateState(bf16=bf16).to_dict()}, {}))
+        write_about(checkpoint, About(step, {"standing": asdict(GateState(bf16=bf16))}, {}))
     subject = read_subject(run)
     assert (subject.experiment.model.path, subject.checkpoint) == (spec.model.path, run / "checkpoints/step_100")
     assert subject.experiment.adapter == spec.adapter

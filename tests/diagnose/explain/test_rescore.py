@@ -94,7 +94,7 @@ def test_bad_input_is_one_message_and_exit_code_2(capsule: Capsule, tmp_path) ->
      (0.001, 0.02, "mismatch/context_bias: found bias: the persistent part of d is 0.02 nats in up to 32 steps until")],
 )  # fmt: skip
 def test_the_metrics_of_a_run_say_noise_or_bias(capsule: Capsule, bias: float, context: float, expected: str) -> None:
-    with closing(MetricsLog(capsule.path.parents[1] / "metrics.jsonl")) as log:
+    with closing(MetricsLog(capsule.path.parents[1] / "metrics.jsonl", last=-1)) as log:
         log.append(1, {"mismatch/bias": 0.0, "mismatch/bias_noise": 0.0})
         log.append(4, _persisting(bias, context))
         log.append(5, _persisting(0.5, 0.5))  # after the capsule's step

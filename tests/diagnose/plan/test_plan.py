@@ -73,6 +73,7 @@ def test_a_phase_holds_what_it_needs(eight_h200: Plan) -> None:
     assert both.peak == both.in_phase("train")
     alone, engine = eight_h200.memory["trainer"], eight_h200.memory["engine"]
     assert both.always == alone.always + engine.always
+    assert engine.in_phase("sync") - engine.in_phase("update") == 256 << 20, "the one that a broadcast fills"
 
 
 def test_asleep_each_side_makes_room_for_the_other() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
@@ -116,7 +115,7 @@ def test_a_repeated_pass_may_meet_a_fault_too(guard: Guard) -> None:
 
 def test_gates_and_changes_go_on_in_a_resumed_run(guard: Guard, gate_state: GateState) -> None:
     judge(guard, 1, tis=0.2, exact=0.5)
-    resumed = a_guard(TypeAdapter(GateState).validate_python(json.loads(json.dumps(gate_state.to_dict()))))
+    resumed = a_guard(TypeAdapter(GateState).validate_json(TypeAdapter(GateState).dump_json(gate_state)))
     assert resumed.algorithm.correction.tis_cap == 1.5
     verdict = judge(resumed, 2, tis=0.2, exact=0.5)
     assert (verdict.fired, verdict.withheld) == (0, True)

@@ -11,7 +11,7 @@ from fp8rl.rl.record.metrics_log import MetricsLog, StepClock, read_metrics
 
 
 def write_log(path: Path, steps: range) -> None:
-    log = MetricsLog(path)
+    log = MetricsLog(path, last=-1)
     for step in steps:
         log.append(step, {"train/loss": step / 2})
     log.close()
@@ -23,7 +23,7 @@ def steps_of(path: Path) -> list[int]:
 
 def test_a_row_is_on_disk_as_soon_as_it_is_logged(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    log = MetricsLog(path)
+    log = MetricsLog(path, last=-1)
     log.append(1, {"train/loss": 0.5, "rollout/tokens": 7})
     expected = {"step": 1, "train/loss": 0.5, "rollout/tokens": 7, "tracking/nonfinite_dropped": 0}
     assert path.read_bytes().endswith(b"\n")
@@ -33,7 +33,7 @@ def test_a_row_is_on_disk_as_soon_as_it_is_logged(tmp_path: Path) -> None:
 
 
 def test_nonfinite_values_are_dropped_and_counted_and_scalars_of_other_libraries_become_numbers(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log = MetricsLog(tmp_path / "metrics.jsonl", last=-1)
     row = {"a/nan": math.nan, "a/inf": math.inf, "a/minus": np.float64("-inf"), "a/good": 2.5}
     written = log.append(1, row | {"a/np": np.float32(0.5), "a/torch": torch.tensor(0.25)})
     assert written == {"a/good": 2.5, "a/np": 0.5, "a/torch": 0.25, "tracking/nonfinite_dropped": 3}

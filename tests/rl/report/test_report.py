@@ -32,7 +32,7 @@ def step_metrics(step: int, largest: float = 0.0) -> dict[str, float]:
 def make_run(base: Path, rows: dict[int, dict[str, float]], samples: dict[int, list[Any]] | None = None) -> RunDir:
     run = new_run(base / "demo")
     run.experiment.write_text(yaml.safe_dump(SPEC))
-    log = MetricsLog(run.metrics)
+    log = MetricsLog(run.metrics, last=-1)
     for step, metrics in rows.items():
         log.append(step, metrics)
     log.close()

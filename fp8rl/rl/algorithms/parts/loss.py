@@ -128,8 +128,7 @@ def sequence_ratio(logprobs: Tensor, old: Tensor, used: Tensor) -> Tensor:
 
 def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None = None) -> Surrogate:
     """max(-A r, -A clip(r, 1 - low, 1 + high)) (PPO; Schulman et al. 2017). With `dual`, at most -A dual where A < 0,
-    so that one very large ratio does not dominate the step (dual clip; Ye et al. 2020).
-    """
+    so that one very large ratio does not dominate the step (dual clip; Ye et al. 2020)."""
     plain, cut = -advantages * ratio, -advantages * ratio.clamp(1.0 - low, 1.0 + high)
     losses, changed = torch.maximum(plain, cut), cut > plain
     above = changed & (advantages > 0)
@@ -144,8 +143,7 @@ def clipped_weight(
     logprobs: Tensor, ratio: Tensor, advantages: Tensor, used: Tensor, low: float, high: float
 ) -> Surrogate:
     """-sg(clip(r, 1 - low, 1 + high)) · A · logprob: a clipped token keeps its gradient, with a bounded weight (CISPO;
-    MiniMax 2025, "MiniMax-M1").
-    """
+    MiniMax 2025, "MiniMax-M1")."""
     detached = ratio.detach()
     weight = detached.clamp(1.0 - low, 1.0 + high)
     losses = -weight * advantages * torch.where(used, logprobs, 0.0)

@@ -1,6 +1,5 @@
 """Penalties for KL divergence from the model that the run started from (in the loss or in the reward), and for overlong
-answers (a lower reward near the length limit, or a filter: DAPO; Yu et al. 2025).
-"""
+answers (a lower reward near the length limit, or a filter: DAPO; Yu et al. 2025)."""
 
 from __future__ import annotations
 

@@ -15,8 +15,7 @@ from fp8rl.weight_sync.served import served_bytes
 Phase = Literal["rollout", "train", "update", "sync"]
 PHASES: tuple[Phase, ...] = ("rollout", "train", "update", "sync")
 RUNTIME_BYTES = 2 << 30
-"""Bytes that a process takes on a GPU besides tensors: CUDA context, NCCL's buffers, workspaces. Assumed, not
-measured."""
+"""Bytes that a process takes on a GPU besides tensors: CUDA context, NCCL's buffers, workspaces. Assumed."""
 CONTEXT_BYTES = 450 << 20
 """Bytes of the CUDA context of a process on a GPU whose memory it maps without computing there. Assumed."""
 CPU_PROCESS_BYTES = 715e6
@@ -34,7 +33,7 @@ attentions, of all MLPs, and of the first layer's attention. The fourth is bytes
 LOGIT_BYTES = 6.0
 """Bytes that are alive at a time for each logit."""
 BUCKETS = 2
-"""Number of buckets of a sync that exist at a time: one is filled while the other is sent."""
+"""Number of a trainer rank's buckets at a time: one is filled while the other is sent. An engine receives into one."""
 
 
 Kind = Literal[
@@ -110,8 +109,7 @@ def master_bytes(job: Job, rank: int) -> int:
 
 
 def fullest_rank(job: Job) -> int:
-    """Return the fullest trainer rank. It is in the stage with the most bytes, and in the first replica, whose shares
-    are rounded up."""
+    """Return the fullest trainer rank: of the fullest stage, in the first replica, whose shares are rounded up."""
     stages = [stage * job.layout.stage_size for stage in range(job.layout.pp)]
     return max(stages, key=lambda rank: Memory(rank, _trainer(job, rank)).peak)
 
@@ -123,14 +121,13 @@ def trainer_memory(job: Job, stage: int | None = None) -> Memory:
 
 
 def engine_memory(job: Job) -> Memory:
-    """Memory of a GPU that has only a rank of an engine, with the buckets in which it receives weights."""
-    buckets = MemoryClass("engine buckets", {"sync": float(BUCKETS * job.bucket_bytes)}, "buckets")
-    return Memory(None, (*_engine(job), buckets, MemoryClass.through("engine runtime", RUNTIME_BYTES)))
+    """Memory of a GPU that has only a rank of an engine, with the bucket in which it receives weights."""
+    bucket = MemoryClass("engine buckets", {"sync": float(job.bucket_bytes)}, "buckets")
+    return Memory(None, (*_engine(job), bucket, MemoryClass.through("engine runtime", RUNTIME_BYTES)))
 
 
 def colocated_memory(job: Job) -> Memory:
-    """Memory of a GPU with a trainer rank and a rank of an engine, which share buckets. Both stay there, unless the job
-    has them take turns."""
+    """Memory of a GPU with ranks of trainer and engine, which share buckets. Both stay, unless they take turns."""
     rank = fullest_rank(job)
     trainer, engine = _trainer(job, rank), _engine(job)
     if job.sleep:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -121,11 +122,11 @@ class _HeldOut:
     def __init__(self) -> None:
         self._asked: dict[str, list[tuple[str, str]]] = {}
         self._trained: dict[str, dict[str, str]] = {}
-        self._counts: dict[str, int] = {}
+        self._counts: Counter[str] = Counter()
 
     def add(self, problem: Problem, index: int, problems: Problems) -> None:
         self._asked.setdefault(problem.question, []).append((problems.source.key, problems.name(index)))
-        self._counts[problems.source.key] = self._counts.get(problems.source.key, 0) + 1
+        self._counts[problems.source.key] += 1
 
     def meet(self, problem: Problem, index: int, problems: Problems) -> None:
         for key, name in self._asked.get(problem.question, ()):
@@ -230,8 +231,7 @@ class _Check:
 
 
 def _form(value: object) -> object:
-    """Return the form of a nested value: names, types, and which values are empty. A template renders values of one
-    form alike."""
+    """Return names, types and emptiness of a nested value. A template renders values alike if these are equal."""
     if isinstance(value, dict):
         return tuple(sorted((name, _form(inner)) for name, inner in value.items()))
     if isinstance(value, list):

@@ -49,9 +49,8 @@ def check_architecture(model: Model, experiment: Experiment) -> None:
 
 
 def check_teacher(experiment: Experiment, policy: ModelSizes, tokenizer: PreTrainedTokenizerBase) -> Shape | None:
-    """Check that the teacher, if there is one, can be served and can score answers; return its shape. Raises UserError:
-    the teacher's directory or layout is wrong, it has another vocabulary, or its context is too short for the longest
-    answer."""
+    """Check that the teacher, if any, can be served and can score answers; return its shape. Raises UserError: its
+    directory or layout is wrong, its vocabulary is another, or its context is too short for the longest answer."""
     if experiment.teacher is None:
         return None
     path = experiment.teacher.directory

@@ -84,8 +84,7 @@ def check_memory(shape: Shape, experiment: Experiment, teacher: Shape | None = N
 
 
 def _check_processes(experiment: Experiment, states: list[int], weights: int) -> int:
-    """Return the bytes of memory that are left beyond all processes. states: bytes of a rank, by stage. weights: bytes
-    of an engine's weights."""
+    """Return the bytes that all processes leave. states: a rank's bytes, by stage. weights: an engine's bytes."""
     ranks, engines = experiment.trainer.world_size, experiment.engine_ranks
     available = available_memory()
     trainer = ranks * RANK_BYTES + ranks * sum(states) // len(states)
@@ -146,8 +145,7 @@ def available_memory() -> int:
 
 
 def check_port(rollout: RolloutSection) -> None:
-    """Check that the spec's port, if it has one, is free and for one engine only. Raises UserError: the port is taken,
-    or several engines would share it."""
+    """Raise `UserError` if the port of the spec is taken, or if several engines would share it."""
     if rollout.port is None:
         return
     if rollout.engines > 1:

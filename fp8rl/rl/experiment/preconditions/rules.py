@@ -46,8 +46,7 @@ class Target:
     expandable_segments: str | None = None
     """The setting of torch's allocator there that turns on expandable segments; None: they are off."""
     other_compilers: str | None = None
-    """CUDA's compilers there (or `none`), if all are of other releases than torch is built for. None: one compiler fits
-    torch."""
+    """CUDA's compilers there (or `none`) if all are of other releases than torch is built for; None if one fits."""
     known: bool = True
     """False for the machines of a cluster that is not ours, which are checked when the run is placed on them."""
 
@@ -202,8 +201,7 @@ def _no_fp8(key: str, target: Target, expected: str) -> UserError:
 
 
 def _layout(e: Experiment, shape: Shape, target: Target) -> Iterator[UserError]:
-    """Check that the model splits into tp, pp, ep and dp parts of whole quantization blocks, and has the routes that
-    are asked for."""
+    """Check that the model splits into tp, pp, ep and dp parts of whole blocks, and has the routes asked for."""
     replay, numerics = e.numerics.router_replay, e.numerics_config()
     if e.trainer.pp > 1 and replay != "off":
         found = f"{e.trainer.pp} with numerics.router_replay={replay}"

@@ -68,8 +68,7 @@ def load_tokenizer(path: str | Path, key: str) -> PreTrainedTokenizerBase:
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | Path, key: str) -> None:
-    """Check that the chat template renders a question in time, and another question differently. Raises UserError: it
-    does not."""
+    """Raise `UserError` unless the chat template renders a question in time, and another question differently."""
     remedy = "Correct the chat template, or copy the model's own again."
     try:
         with rendering():
@@ -98,8 +97,7 @@ _GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, source: Source) -> None:
-    """Check that the chat template reads a source's arguments and renders its system prompt. Raises UserError if
-    not."""
+    """Raise `UserError` unless the chat template reads a source's arguments and renders its system prompt."""
     if not source.chat_template and not source.system_prompt:
         return
     if source.chat_template:

@@ -30,8 +30,7 @@ class WandbSection(Section):
     """The `tracking.wandb:` section of an experiment."""
 
     mode: Literal["offline", "online", "disabled"] = "offline"
-    """`offline` records into the run's directory. `online` also uploads the record during the run. `disabled` records
-    nothing."""
+    """`offline` records into the run's directory, `online` also uploads during the run, `disabled` records nothing."""
     project: str = Field(default="fp8rl", min_length=1)
     """The project of wandb that the run belongs to."""
 

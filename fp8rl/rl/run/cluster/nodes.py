@@ -101,9 +101,8 @@ class NodeView:
 
 
 def views(nodes: Sequence[Node], folder: Path, files: Sequence[Path]) -> dict[str, NodeView]:
-    """Return the view of each node, by the node's id. Raises UserError: a node does not answer, or does not see
-    `folder`, which must be on a shared disk, or does not see one of `files`, which must be on a shared disk or the same
-    everywhere."""
+    """Return the view of each node, by its id. Raises UserError: a node does not answer, or does not see `folder`,
+    which must be on a shared disk, or one of `files`, which must be on a shared disk or the same everywhere."""
     mark = folder / f".seen-{secrets.token_hex(16)}"
     mark.touch()
     look = ray.remote(num_cpus=0, max_retries=0, runtime_env={"env_vars": SEES_ALL_GPUS})(_look)

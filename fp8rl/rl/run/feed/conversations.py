@@ -59,8 +59,7 @@ class Conversations:
         )
 
     def begin(self, group: Group, sampling: SamplingParams, oldest: int) -> Future[list[Trajectory]]:
-        """Begin a conversation for each answer of the group. The future gives the rows of all of them, in the answers'
-        order; see `Engines.admit`."""
+        """Begin a conversation for each answer. The future gives the rows of all, in order; see `Engines.admit`."""
         return self._background.begin(self._group(group, sampling, oldest))
 
     def check(self) -> None:

@@ -40,11 +40,6 @@ Meanwhile = Callable[[], object]
 """Work to do while engines sample."""
 
 
-def open_feed(experiment: Experiment, sampling: Sampling) -> Feed:
-    """Make the feed that the experiment's algorithm needs."""
-    return (Feed if experiment.algorithm.samples else ExampleFeed)(experiment, sampling)
-
-
 class Feed:
     """Gives the batch of each step. The same step, seed and weights give the same batch, also after a resume.
 

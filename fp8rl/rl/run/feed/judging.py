@@ -63,8 +63,7 @@ class Judge:
         teacher: Engines | None = None,
         events: Events | None = None,
     ) -> None:
-        """key: the key of the functions in the spec. teacher: scores the tokens of answers, at temperature 1. events:
-        gets failures."""
+        """key: the functions' key in the spec. teacher: scores tokens, at temperature 1. events: gets failures."""
         self._config, self._tokenizer, self._teacher = config, tokenizer, teacher
         self._functions = [load_function(c, f"{key}.functions.{i}") for i, c in enumerate(config.functions)]
         self._workers = Workers(config.functions, config.workers)
@@ -81,8 +80,7 @@ class Judge:
     def begin(
         self, prompt: Prompt, answers: Sequence[Trajectory] | Future[list[Trajectory]]
     ) -> Future[list[JudgedAnswer]]:
-        """Judge the answers to a prompt, once they are there; `wait` takes the future. Answers that do not come raise
-        their error there."""
+        """Judge the answers to a prompt, once they are there. `wait` takes the future, and raises their errors."""
         return self._background.begin(self._judged(prompt, answers))
 
     def wait(self, verdict: Future[list[JudgedAnswer]]) -> list[JudgedAnswer]:

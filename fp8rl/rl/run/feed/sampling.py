@@ -80,8 +80,7 @@ class Sampling:
         syncing: Syncing,
         conversations: Conversations | None = None,
     ) -> None:
-        """judge: gives answers their rewards. conversations: the environment's; None: an answer is one turn of the
-        model."""
+        """judge: gives rewards. conversations: the environment's; None: an answer is one turn of the model."""
         self.experiment, self.tokenizer, self.judge = experiment, tokenizer, judge
         self.syncing, self.conversations = syncing, conversations
         self._turn, self._events = syncing.turns.turn, syncing.events
