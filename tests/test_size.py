@@ -7,20 +7,20 @@ from tests.support.paths import ROOT
 LINES = {
     "numerics": 10_683,
     "models": 5_323,
-    "trainer": 8_300,
-    "rollout": 7_728,
-    "weight_sync": 1_347,
-    "rl": 12_840,
-    "diagnose": 3_846,
-    "cli": 1_712,
-    "tests": 41_665,
+    "trainer": 8_282,
+    "rollout": 7_709,
+    "weight_sync": 1_318,
+    "rl": 12_785,
+    "diagnose": 3_830,
+    "cli": 1_711,
+    "tests": 41_247,
 }
 """Lines of Python files, blank ones and comments too. `cli` is what lies in fp8rl/ beside the packages.
 
 A ceiling may only fall. Whoever makes a folder smaller lowers its number. To raise one takes a commit of its own, whose
 message has the reason.
 """
-WORDS = 63_450
+WORDS = 62_800
 """Words of the Markdown pages in docs/."""
 SLACK = 100
 """Lines, or tens of words, by which a ceiling may be above what is there."""

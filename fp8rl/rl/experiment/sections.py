@@ -67,7 +67,8 @@ class ModelSection(Section):
     revision: Revision | None = None
     """Branch, tag or commit of a model of the hub. Null: the default branch. A run's `spec.yaml` has the commit."""
     architecture: SpecPath | None = None
-    """File with an architecture of your own ([models.md](models.md#how-to-add-the-next)). Null: a built-in one."""
+    """Python file with an architecture of your own ([models.md](models.md#how-to-add-the-next)). Null: a built-in
+    one."""
 
     @property
     def directory(self) -> Path:
@@ -91,7 +92,8 @@ class TensorOverride(Section):
     scale: Scale | None = None
     """Type of the scales: `fp32`, `pow2` (powers of two in FP32), or `e8m0` (powers of two in a byte)."""
     fixed: float | None = Field(default=None, gt=0.0)
-    """A static range, ±fixed, instead of a range from each block's largest value. Values beyond it saturate."""
+    """A static range, -fixed to fixed, instead of a range from each block's largest value. Values beyond it
+    saturate."""
     rounding: Rounding | None = None
     """`nearest`: to the nearest code. `stochastic`: up or down at random, so that the mean is the value itself."""
 
