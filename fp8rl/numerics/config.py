@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
-from fp8rl.numerics.core.errors import UserError, raise_first, refusing, user_error
+from fp8rl.numerics.core.errors import UserError, raise_first, user_error
 from fp8rl.numerics.kv import KVFormat
 from fp8rl.numerics.spec import ALL, QuantSpec
 
@@ -141,7 +141,3 @@ def kv_refusals(mode: Mode, kv: KVPrecision, key_scale: float, value_scale: floa
         if scale != 1.0 and kv == "bf16":
             remedy = "Set numerics.kv to fp8, or leave it out."
             yield user_error(key, scale, "1 with keys and values in BF16: it is for FP8", remedy)
-
-
-check_kv = refusing(kv_refusals)
-"""Raise `UserError` unless keys and values can be kept in this precision with these scales."""

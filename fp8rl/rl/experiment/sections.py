@@ -17,9 +17,9 @@ from fp8rl.numerics.config import (
     RolloutPrecision,
     RouterReplay,
     TrainerPrecision,
-    check_kv,
+    kv_refusals,
 )
-from fp8rl.numerics.core.errors import UserError
+from fp8rl.numerics.core.errors import UserError, raise_first
 from fp8rl.numerics.core.section import Section, SpecPath
 from fp8rl.numerics.spec import LAYER_EXCEPTIONS, ROLES, Format, Granularity, QuantSpec, Rounding, Scale
 from fp8rl.rl.algorithms import READING
@@ -168,7 +168,7 @@ class NumericsSection(Section):
 
     @model_validator(mode="after")
     def _spec_serves_both_sides(self, info: ValidationInfo) -> NumericsSection:
-        check_kv(self.mode, self.kv, self.key_scale, self.value_scale)
+        raise_first(kv_refusals(self.mode, self.kv, self.key_scale, self.value_scale))
         try:
             spec = self.config(tp=1).spec
             if info.context != READING:  # a user's architecture, which a scope may speak of, is not imported then
