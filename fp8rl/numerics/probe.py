@@ -143,26 +143,24 @@ def choose_tiles(device: torch.device | str) -> dict[str, bool]:
     A size is allowed if kernels run and this machine computes the same bits in it as in tiles of 128. Every process
     decides for itself, before its first CUDA graph: processes may use different tiles, but their bits are equal.
     """
+    trials = {"of 64 rows": _of_few_rows, "of 256 columns": _of_many_columns}
+    equal = dict.fromkeys(trials, False)
     if dispatch.installed() is None:
-        return {"of 64 rows": False, "of 256 columns": False}
-    from fp8rl.numerics.kernels.products import tiles
+        return equal
+    from fp8rl.numerics.kernels.products.tiles import ALLOWED, SHORT, WIDE
 
-    def allowed(size: int, results: Callable[[torch.device | str], list[Tensor]], sizes: str) -> bool:
-        tiles.ALLOWED[size] = False
+    for size, (sizes, results) in zip((SHORT, WIDE), trials.items(), strict=True):
+        ALLOWED[size] = False
         before = results(device)
-        tiles.ALLOWED[size] = True
-        tiles.ALLOWED[size] = equal = all(torch.equal(a, b) for a, b in zip(before, results(device), strict=True))
-        if not equal:
+        ALLOWED[size] = True
+        equal[sizes] = all(torch.equal(a, b) for a, b in zip(before, results(device), strict=True))
+        ALLOWED[size] = equal[sizes]
+        if not equal[sizes]:
             logger.warning(
                 f"numerics: found other bits with tiles {sizes} than with tiles of 128, expected equal bits. Tiles of "
                 "128 are used, which is slower and changes no result"
             )
-        return equal
-
-    return {
-        "of 64 rows": allowed(tiles.SHORT, _of_few_rows, "of 64 rows"),
-        "of 256 columns": allowed(tiles.WIDE, _of_many_columns, "of 256 columns"),
-    }
+    return equal
 
 
 def allow_deepgemm(device: torch.device | str) -> str | None:
