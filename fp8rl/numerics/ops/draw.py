@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,11 +21,6 @@ EXP2 = tuple(math.log(2.0) ** n / math.factorial(n) for n in range(12))
 """Taylor coefficients of 2^f. For |f| <= 1/2 the remainder is below 2^-46."""
 LOG2_E, LEAST = 1.0 / math.log(2.0), -62.0
 """A token that is less than 2^LEAST times as probable as the most probable token has the weight 0."""
-
-_BLOCK = {"cpu": 1 << 18}
-"""Number of logits that are processed at a time on a CPU: more would not fit into its caches."""
-_ANY_BLOCK = 1 << 25
-"""The number on other devices, where each pass over a block is a launch. A block takes about a GiB of memory."""
 
 
 @op
@@ -48,9 +44,17 @@ def truncation_floors(logits: Tensor, temperatures: Tensor, top_p: Tensor, top_k
         top_p: FP32 [B]; 1 and above is off. top_k: int64 [B]; below 1, or V and above, is off.
         min_p: FP32 [B]; 0 and below is off.
     """
-    rows = max(1, _BLOCK.get(logits.device.type, _ANY_BLOCK) // logits.shape[-1])
-    pieces = (values.split(rows) for values in (logits, temperatures, top_p, top_k, min_p))
-    return torch.cat([_floors(*piece) for piece in zip(*pieces, strict=True)])
+    return torch.cat([_floors(*piece) for piece in _pieces(logits, temperatures, top_p, top_k, min_p)])
+
+
+def _pieces(logits: Tensor, *of_rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield some rows of logits [B, V] and of tensors [B, ...] at a time.
+
+    On a CPU more logits would not fit into its caches. Elsewhere each pass over a piece is a launch, and a piece takes
+    about a GiB of memory.
+    """
+    rows = max(1, (1 << 18 if logits.device.type == "cpu" else 1 << 25) // logits.shape[-1])
+    return zip(*(values.split(rows) for values in (logits, *of_rows)), strict=True)
 
 
 def narrowed(logits: Tensor, floors: Tensor) -> Tensor:
@@ -129,10 +133,8 @@ def draw(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor)
         seeds: int64 [B], each the seed of an answer; `GREEDY` takes the most probable token.
         positions: int64 [B], the position of each row's last token so far, counted from 0 at the prompt's first.
     """
-    rows = max(1, _BLOCK.get(logits.device.type, _ANY_BLOCK) // logits.shape[-1])
-    pieces = (values.split(rows) for values in (logits, temperatures, seeds, positions))
     drawn = []
-    for some, temperature, seed, position in zip(*pieces, strict=True):
+    for some, temperature, seed, position in _pieces(logits, temperatures, seeds, positions):
         scaled = (some.float() / temperature.float().unsqueeze(-1)).double().nan_to_num(nan=-torch.inf)
         noisy = scaled + gumbel(seed, position, some.shape[-1])
         drawn.append(torch.where((seed == GREEDY).unsqueeze(-1), scaled, noisy).argmax(-1))
