@@ -24,11 +24,9 @@ from fp8rl.numerics.core.errors import UserError, shown
 from fp8rl.numerics.core.files import module_of_file
 from fp8rl.numerics.spec import ALL, QuantSpec
 
-# What a model is there for in a run: one word for trainer, engines, protocol and manifest.
-
 Role = Literal["policy", "reference", "critic", "teacher"]
-"""`policy`: samples and learns. `reference`: has earlier weights of the policy, to measure how far it has moved.
-`critic`: predicts rewards. `teacher`: another model that scores the policy's answers."""
+"""What a model is for in a run. `policy`: samples and learns. `reference`: has earlier weights of the policy, to
+measure how far it has moved. `critic`: predicts rewards. `teacher`: another model that scores the policy's answers."""
 
 MOST_EXPERTS = 1 << 20
 """The most experts that a model may have. Without a limit, a wrong config.json would be noticed only after minutes."""
@@ -188,7 +186,8 @@ def model_of(config: ConfigFile, *, served: bool = False) -> Model:
 
 def text_config(path: Path) -> dict[str, Any]:
     """Return the config.json of a directory's text model, as a checkpoint without an image encoder would have it."""
-    config, model = ConfigFile.read(path, "model.path"), read_model(path, served=True)
+    config = ConfigFile.read(path, "model.path")
+    model = model_of(config, served=True)
     if (multimodal := model.multimodal) is None:
         return config.values
     alone = {"architectures": [model.architecture.name], "model_type": model.architecture.model_type}

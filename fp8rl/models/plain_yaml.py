@@ -62,8 +62,7 @@ def parse_yaml(text: str) -> Any:
 
 def write_yaml(value: Any) -> str:
     """Return the YAML text of a value of plain values. `parse_yaml` gives an equal value."""
-    text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-    return text
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def parse_override(text: str) -> dict[str, Any]:

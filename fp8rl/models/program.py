@@ -30,9 +30,6 @@ RESIDUAL, CHOSEN, LOGITS = "residual", "chosen", "logits"
 """Values that are also read outside the ops: the residual stream, each token's experts, and the logits."""
 
 
-Part = Literal["embedding", "router", "attention", "experts", "gate", "norm"]
-
-
 @dataclass(frozen=True, kw_only=True)
 class OpForm:
     """A form of op, such as a product or a norm, which several ops of a model have."""
@@ -51,7 +48,7 @@ class OpForm:
     channels: Callable[[ModelSizes], tuple[int, ...]] | None = None
     """Widths of a head's parts in the first output. `Host.joined` orders the parts. Recordings have all heads' first
     parts, then all heads' second parts, and so on. None: the order does not depend on the host."""
-    part: Part | None = None
+    part: Literal["embedding", "router", "attention", "experts", "gate", "norm"] | None = None
     """The row of the precision map for a module that computes the op; None: it is part of a product, or has no row."""
     formats: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Formats that differ from the precision map in models with the op, by key of the map."""
@@ -218,7 +215,7 @@ class Trace:
 
     def in_recording(self, site: OpSite, name: str, value: Any) -> Tensor:
         """Return a value as a recording has it, [T, ...]."""
-        return value  # type: ignore[no-any-return]
+        return value
 
     def __call__(self, op: str, given: Mapping[str, Any], made: Any) -> None:
         if op != PROGRAM:

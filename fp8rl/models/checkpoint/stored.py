@@ -58,10 +58,8 @@ class WeightFiles:
         """Return a tensor as it is stored."""
         file, piece = self._open[self.where[name]], self.pieces[name]
         if not piece.of:
-            tensor: Tensor = file.get_tensor(piece.name)
-            return tensor
-        part: Tensor = file.get_slice(piece.name)[piece.expert, piece.first : piece.after]
-        return part
+            return file.get_tensor(piece.name)
+        return file.get_slice(piece.name)[piece.expert, piece.first : piece.after]
 
 
 def dequantized(codes: Tensor, scales: Tensor) -> Tensor:

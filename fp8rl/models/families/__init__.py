@@ -15,8 +15,6 @@ from fp8rl.models.program import ADD_NORM, EMBED, LINEAR, LOGPROBS, TOKENS, Fusi
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import Location, TensorRow
 
-Part = Literal["attention", "mlp"]
-
 
 @dataclass(frozen=True)
 class Activations:
@@ -51,7 +49,7 @@ class Family:
 
     name: str
     """The name of its file."""
-    part: Part
+    part: Literal["attention", "mlp"]
     """The part of a layer. In attention, a token depends on other tokens; in an MLP, it does not."""
     kinds: tuple[tuple[str, ...], ...]
     """The family's module kinds that a quantization spec can name. The kinds that one product fuses share a tuple: a

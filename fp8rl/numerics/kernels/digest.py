@@ -22,7 +22,7 @@ def chunk_sums(words: Sequence[Tensor]) -> Tensor:
     """`numerics.digest.chunk_sums` of int32 stacks on one device."""
     device = words[0].device
     if device.type == "cpu" and not triton.knobs.runtime.interpret:
-        return OPS["chunk_sums"](words)  # type: ignore[no-any-return]  # no kernel reads them; the sums are the same
+        return OPS["chunk_sums"](words)  # no kernel reads them; the sums are the same
     table = [(stack.data_ptr(), 4 * stack.stride(0), len(stack), stack.shape[1]) for stack in words]
     first, step, count, length = torch.tensor(table).t()
     of_tensor = (length + CHUNK - 1) // CHUNK

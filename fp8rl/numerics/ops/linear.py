@@ -44,8 +44,7 @@ def weight_operand(quantized: QuantizedTensor, former: Any = None) -> Any:
 
 def dense(operand: Any) -> Tensor:
     """Return the matrix that a product multiplies with: the operand itself, or its codes, dequantized again."""
-    made: Tensor = operand if isinstance(operand, Tensor) else operand.dequantized()
-    return made
+    return operand if isinstance(operand, Tensor) else operand.dequantized()
 
 
 @op

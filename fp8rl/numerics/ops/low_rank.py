@@ -207,8 +207,7 @@ def with_adapter_gradient(product: Tensor, x: Tensor, low_rank: LowRank, counts:
     expert in x [T, K], if each expert has its own adapter.
     """
     groups = counts.tolist() if counts is not None and low_rank.per_expert else None
-    out: Tensor = _WithAdapterGradient.apply(product, x, low_rank.a, low_rank.b, low_rank.scale, groups)
-    return out
+    return _WithAdapterGradient.apply(product, x, low_rank.a, low_rank.b, low_rank.scale, groups)
 
 
 def with_term_gradient(product: Tensor, term: Tensor) -> Tensor:
@@ -216,8 +215,7 @@ def with_term_gradient(product: Tensor, term: Tensor) -> Tensor:
 
     Both have the same shape.
     """
-    out: Tensor = _WithTermGradient.apply(product, term)
-    return out
+    return _WithTermGradient.apply(product, term)
 
 
 class _WithTermGradient(torch.autograd.Function):

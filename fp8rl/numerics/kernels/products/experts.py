@@ -36,7 +36,7 @@ def experts(
 ) -> Tensor:
     """Compute `numerics.ops.experts`. If all products are FP8, the kernel of SwiGLU also quantizes its result."""
     if spec is None or not _fused(w13, w2, backward):
-        return OPS["experts"](x, counts, w13, w2, spec, backward)  # type: ignore[no-any-return]
+        return OPS["experts"](x, counts, w13, w2, spec, backward)
     tiles = make_tiles(counts.to(x.device), len(x), _height(len(x), counts.numel()))
     rows = quantize_rows(x, spec.activation)
     return _Experts.apply(x, rows, tiles, None, spec, w13, w2, w13.weights, w2.weights)
@@ -55,12 +55,12 @@ def routed_experts(
     """Compute `numerics.ops.routed_experts`. If all products are FP8, tokens are quantized first, and then one kernel
     sorts them by expert."""
     if spec is None or not _fused(w13, w2, backward) or not 0 < chosen.numel() <= _MANY_PAIRS:
-        return OPS["routed_experts"](x, probs, chosen, w13, w2, spec, backward)  # type: ignore[no-any-return]
+        return OPS["routed_experts"](x, probs, chosen, w13, w2, spec, backward)
     experts = len(w13.weights)
     rows = quantize_rows(x, spec.activation) if rows is None else rows
     rows, *pairs, tiles = gather_by_expert(rows, chosen, experts, _height(chosen.numel(), experts))
     outputs = _Experts.apply(x, rows, tiles, pairs, spec, w13, w2, w13.weights, w2.weights)
-    return Combine.apply(outputs, probs.contiguous(), pairs[0], x.dtype)  # type: ignore[no-any-return]
+    return Combine.apply(outputs, probs.contiguous(), pairs[0], x.dtype)
 
 
 def _fused(w13: ExpertWeights, w2: ExpertWeights, backward: Backward) -> bool:
