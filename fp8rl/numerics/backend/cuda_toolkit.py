@@ -21,9 +21,7 @@ from pathlib import Path
 
 import torch
 
-_VARIABLES = ("CUDA_HOME", "CUDA_PATH")
 _SYSTEM = Path("/usr/local/cuda")
-_WHEEL = "nvidia-cuda-nvcc"
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ def other_compilers(cuda: str | None) -> str | None:
 
 def installed() -> Iterator[Toolkit]:
     """Yield all toolkits: from CUDA_HOME and CUDA_PATH, from PATH, from /usr/local/cuda, and from the wheels."""
-    named = [Path(os.environ[name]) for name in _VARIABLES if os.environ.get(name)]
+    named = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     on_path = [Path(found).resolve().parent.parent] if (found := shutil.which("nvcc")) else []
     for home in dict.fromkeys([*named, *on_path, _SYSTEM]):
         if release := _release(home):
@@ -114,7 +112,7 @@ def _release(home: Path) -> str | None:
 
 def _wheel_home() -> Path | None:
     try:
-        files = importlib.metadata.files(_WHEEL) or []
+        files = importlib.metadata.files("nvidia-cuda-nvcc") or []
     except importlib.metadata.PackageNotFoundError:
         return None
     nvcc = next((file for file in files if file.parts[-2:] == ("bin", "nvcc")), None)

@@ -20,8 +20,6 @@ DEEPEST = 100
 """The deepest nesting of lists and objects. Python's stack holds 1,000 calls; templates use several per level."""
 _TOO_DEEP = f"lists and objects nested more than {DEEPEST} deep"
 
-_MOST_DIGITS = 300
-
 
 def _finite(text: str) -> float:
     if not math.isfinite(value := float(text)):
@@ -56,7 +54,7 @@ def parse_json(data: str | bytes, number: Callable[[str], Any] = _finite) -> Any
 
 
 def _whole(text: str) -> int:
-    if len(text) > _MOST_DIGITS:  # which no double reaches, and of thousands of which Python makes no number
+    if len(text) > 300:  # which no double reaches, and of thousands of which Python makes no number
         raise ValueError(f"a number of {len(text)} digits")
     return int(text)
 

@@ -34,7 +34,6 @@ from fp8rl.numerics.core.files import write_atomically
 logger = logging.getLogger(__name__)
 
 LIST = "fp8rl_kernels.jsonl"
-_LOCKS = "fp8rl.locks"
 
 
 def directory() -> Path:
@@ -63,7 +62,7 @@ def watch() -> None:
     def enter(*, repr: str, compile: dict[str, Any], **_: Any) -> bool:
         leave()  # of a kernel whose compilation failed
         name = hashlib.sha256(f"{repr} {compile['key']}".encode()).hexdigest()[:32]
-        folder = directory() / _LOCKS
+        folder = directory() / "fp8rl.locks"
         folder.mkdir(parents=True, exist_ok=True)
         held.lock = os.open(folder / name, os.O_CREAT | os.O_RDWR, 0o600)
         try:
@@ -104,7 +103,6 @@ def _note(kernel: Any, data: str) -> None:
 
 
 _KEPT = ("signature", "constant_keys", "constant_vals", "attrs_keys", "attrs_vals")
-_OURS = "fp8rl.numerics.kernels."
 
 
 @dataclass(frozen=True)
@@ -165,7 +163,7 @@ def read_list(path: Path) -> list[Variant]:
         for line in path.read_text().splitlines():
             values = json.loads(line)
             kernel = values.pop("kernel")
-            if not kernel.startswith(_OURS) or {*values} != {*_KEPT, "options"}:
+            if not kernel.startswith("fp8rl.numerics.kernels.") or {*values} != {*_KEPT, "options"}:
                 raise ValueError(kernel)
             found.append(Variant(kernel, json.dumps(values)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

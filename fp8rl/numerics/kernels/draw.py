@@ -25,21 +25,19 @@ from fp8rl.numerics.sampling import GREEDY
 # rises. A program looks for the smallest such value among all 2^32 of FP32, 4 bits at a time: each pass over the row's
 # logits answers for 16 values at once. Sums are of whole numbers, so their order does not matter.
 
-_FLOOR_BLOCK = 1024
 _ONE, _LOG2_E, _LEAST = tl.constexpr(ONE), tl.constexpr(LOG2_E), tl.constexpr(LEAST)
 _EXP2 = tl.constexpr(EXP2)
 _DEGREE = tl.constexpr(len(EXP2) - 1)
 
 
 def truncation_floors(logits: Tensor, temperatures: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:
-    """Return FP32 [B], the lowest logit of each row of logits [B, V] that truncation keeps."""
     logits = dense_rows(logits)
     floors = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     if len(logits):
         _floors_kernel[(len(logits),)](
             *(logits, temperatures.float().contiguous(), top_p.float().contiguous(), top_k.long().contiguous()),
             *(min_p.float().contiguous(), floors, logits.shape[1], logits.stride(0)),
-            BLOCK=_FLOOR_BLOCK,
+            BLOCK=1024,
             num_warps=8,
             enable_fp_fusion=False,
         )
@@ -147,8 +145,6 @@ _LN_2, _LESS = tl.constexpr(math.log(2.0)), tl.constexpr(1.0 - 2.0**-17)
 
 
 def draw(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """Draw a token of each row of logits [B, V], int64 [B]: argmax(logits / temperature + noise of seed and
-    position)."""
     logits = dense_rows(logits)
     rows, vocabulary = logits.shape
     blocks = -(-vocabulary // _BLOCK)

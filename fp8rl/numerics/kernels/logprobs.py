@@ -24,11 +24,8 @@ _OPTIONS = {"BLOCK": _BLOCK, "num_warps": 8, "enable_fp_fusion": False}
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
-    """Return log_softmax(logits / temperature) at `tokens`, and the entropy of that distribution in nats.
-
-    logits BF16 or FP32 [..., V], tokens int64 [...], temperature a number or FP32 [...], one for each row. Returns FP32
-    [...] twice, both with gradient. A token outside the vocabulary has log-probability NaN.
-    """
+    """Compute `numerics.ops.token_logprobs` of BF16 or FP32 logits. A token outside the vocabulary has log-probability
+    NaN."""
     # Batch, sequence and vocabulary with whatever strides; a copy only of more axes.
     matrices = logits[(None,) * max(0, 3 - logits.dim())].flatten(0, -3)
     if isinstance(temperature, Tensor):

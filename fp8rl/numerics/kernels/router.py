@@ -25,11 +25,8 @@ _TOKENS = 4
 def route(
     logits: Tensor, top_k: int, renormalize: bool, given: Tensor | None = None, ids: torch.dtype = torch.int64
 ) -> tuple[Tensor, Tensor]:
-    """Route logits [T, E] -> probabilities FP32 [T, k] and experts [T, k], ascending, as `numerics.ops.experts.route`.
-
-    If k different experts are given, they have the same probabilities, bit for bit, as if the kernel had chosen them.
-    Raises UserError: k is not from 1 to E.
-    """
+    """Compute `numerics.ops.route`. If k different experts are given, they have the same probabilities, bit for bit, as
+    if the kernel had chosen them. Raises UserError: k is not from 1 to E."""
     _check(top_k, logits)
 
     def probabilities(logits: Tensor, chosen: Tensor) -> Tensor:

@@ -49,21 +49,15 @@ CONTIGUOUS, PACKED, PAGED = "contiguous", "packed", "paged"
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) -> Tensor:
-    """softmax(q k^T * scale) v over the keys t <= positions[b, i].
-
-    q BF16 [B, Q, heads, D]; k, v BF16 [B, T, kv heads, D], key t at position t; positions int64 [B, Q], not negative;
-    scale > 0. Returns BF16 [B, Q, heads, D].
-    Raises UserError: another dtype, or a head size that is no power of two from 16 to 256.
-    """
+    """Compute `numerics.ops.attention` for positions that are not negative and a scale above 0. Raises UserError for a
+    dtype other than BF16, values of another width than keys, or a head size that is no power of two from 16 to 256."""
     check(q, k, v)
     return Attention.apply(*(dense_rows(x) for x in (q, k, v)), positions, scale)
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
-    """Compute causal attention of sequences that are end to end (`numerics.ops.packed_attention`).
-
-    Never waits for the device: as in `paged_attention` the grid is the largest that may be needed.
-    """
+    """Compute `numerics.ops.packed_attention` without a wait for the device: as in `paged_attention` the grid is the
+    largest that may be needed."""
     check(q, k, v)
     rows = (dense_rows(x)[None] for x in (q, k, v))
     return Attention.apply(*rows, positions_of(lengths, len(q))[None], scale, lengths.contiguous())[0]
@@ -138,10 +132,8 @@ def paged_attention(
     lengths: Tensor,
     scale: float,
 ) -> Tensor:
-    """Compute causal attention of new tokens over a paged cache (`numerics.ops.paged_attention`).
-
-    Never waits for the device: the grid is the largest that this many tokens of this many sequences can need, with as
-    many keys as the table is wide. Programs without work end at once.
+    """Compute `numerics.ops.paged_attention` without a wait for the device: the grid is the largest that this many
+    tokens of this many sequences can need, with as many keys as the table is wide. Programs without work end at once.
     """
     check(q, k_cache, v_cache, CODES)
     return attend_paged(q, k_cache, v_cache, table, requests, new, lengths, scale)

@@ -34,7 +34,6 @@ from fp8rl.numerics.kernels.products import deepgemm
 from fp8rl.numerics.kernels.products.tiles import NARROW, TALL, WIDE, Tiles, tile_height, tile_width, warps
 from fp8rl.numerics.quantize import QuantizedTensor
 
-_GROUP = GROUP.value
 _SHARING = 8  # tiles of rows that neighbouring programs work on
 _SHAPES = "Pass a [M, K] and b [N, K], or for sorted rows b [experts, N, K]."
 
@@ -96,7 +95,7 @@ def check_operands(a: Any, b: Any, matrices: int = 2) -> tuple[Tensor, Tensor]:
     specs = [x.spec for x in (a, b) if isinstance(x, QuantizedTensor)]
     wanted = (("token_group",), ("block",) if matrices == 3 else ("token_group", "block"))
     plain = left.dtype == right.dtype and left.dtype in (torch.bfloat16, torch.float32)
-    scaled = all(s.group == _GROUP and s.granularity in w for s, w in zip(specs, wanted, strict=False))
+    scaled = all(s.group == GROUP.value and s.granularity in w for s, w in zip(specs, wanted, strict=False))
     if len(specs) == 1 or not (specs or plain) or not scaled:
         expected = "FP8 in groups of 128 times FP8 in blocks or groups of 128, or two BF16 or two FP32 tensors"
         remedy = "Choose these granularities in the quantization spec, or cast the operands."

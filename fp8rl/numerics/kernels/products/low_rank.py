@@ -18,7 +18,6 @@ from fp8rl.numerics.kernels.products.tiles import TALL, Tiles
 from fp8rl.numerics.ops.linear import wide_mm
 
 _WIDTH = 128
-_FEWEST_RANK = 16  # that an instruction multiplies
 
 
 def low_rank_gradients(dy: Tensor, h: Tensor, b: Tensor, spans: Tiles | None) -> tuple[Tensor, Tensor]:
@@ -42,7 +41,7 @@ def low_rank_product(h: Tensor, b: Tensor, scale: float, parts: int, spans: Tile
         *(rows, n, scale),
         PARTS=parts,
         RANK=rank,
-        ROOM=max(_FEWEST_RANK, triton.next_power_of_2(rank)),
+        ROOM=max(16, triton.next_power_of_2(rank)),  # an instruction multiplies no fewer
         HEIGHT=TALL,
         WIDTH=_WIDTH,
         num_warps=8,

@@ -26,7 +26,6 @@ from fp8rl.numerics.core.errors import user_error
 TALL, SHORT = 128, 64
 NARROW, WIDE = 128, 256
 _WIDE_FROM = 2048  # columns of a product; a tensor-parallel rank holds a part of them
-_ROWS_OF_A_WARP = 16
 ALLOWED = {SHORT: False, WIDE: False}
 """Whether this process uses these sizes."""
 
@@ -43,7 +42,7 @@ def tile_width(columns: int) -> int:
 
 def warps(height: int) -> int:
     """Return the number of warps that run a tile: each holds 16 whole rows, whatever the height."""
-    return height // _ROWS_OF_A_WARP
+    return height // 16
 
 
 _TILES = 64  # that one program describes
