@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -124,32 +125,20 @@ def _snapshot(
     from fp8rl.models.downloads import HubAnswerError
 
     repository = Path(constants.HF_HUB_CACHE).expanduser().resolve() / repo_folder_name(repo_id=path, repo_type=kind)
-
-    def snapshot(cached: bool, wanted: list[str] | None = wanted) -> Path:
-        return Path(
-            snapshot_download(
-                path,
-                repo_type=kind,
-                revision=pinned,
-                allow_patterns=wanted,
-                ignore_patterns=unwanted,
-                local_files_only=cached,
-            )
-        )
-
+    snapshot = partial(snapshot_download, path, repo_type=kind, revision=pinned, ignore_patterns=unwanted)
     if (tree := read_tree_cache(str(repository), pinned)) is not None:  # which the client reads to know what is missing
         limits.expect(tree.values())
         with suppress(errors.LocalEntryNotFoundError):
-            return snapshot(cached=True)
+            return Path(snapshot(allow_patterns=wanted, local_files_only=True))
     try:  # the downloads try again for half a minute, and side by side: this asks once
         HfApi().repo_info(path, repo_type=kind, revision=pinned)
     except (errors.OfflineModeIsEnabled, httpx.ConnectError, httpx.TimeoutException):
-        return snapshot(cached=True)
-    snapshot(cached=False, wanted=["\n"])  # no file: the listing alone
+        return Path(snapshot(allow_patterns=wanted, local_files_only=True))
+    snapshot(allow_patterns=["\n"])  # no file: the listing alone
     if (tree := read_tree_cache(str(repository), pinned)) is None:
         raise HubAnswerError(f"gives no listing of files that can be kept in {repository}")
     limits.expect(tree.values())
-    return snapshot(cached=False)
+    return Path(snapshot(allow_patterns=wanted))
 
 
 def _files_of(card: Path, path: str, name: str | None, key: str) -> list[str] | None:
