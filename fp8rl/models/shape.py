@@ -144,10 +144,10 @@ class Shape:
         recurrent = self._sum(lambda family: family.recurrent(self.sizes))
         return recurrent + 2.0 * context * self._sum(lambda family: family.scored(self.sizes))
 
-    def training_flops(self, length: int, causal: bool = True) -> float:
+    def training_flops(self, length: int) -> float:
         """FLOPs of one token in a sequence of `length`, forward and backward, without recomputation: 6 per active
-        parameter, and 3 times `attention_flops`. causal: half of the keys count."""
-        return 6.0 * self.active_parameters + 3 * self.attention_flops(length / 2 if causal else length)
+        parameter, and 3 times `attention_flops`, for which half of the tokens are keys."""
+        return 6.0 * self.active_parameters + 3 * self.attention_flops(length / 2)
 
     def activations(self, layer: int, part: str | None = None) -> Activations:
         """Bytes that training keeps for the backward pass, for a layer or for one part of it."""
