@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from fp8rl.numerics.backend.dispatch import Probes, composed, op
-from fp8rl.numerics.ops.experts import sigmoid
+from fp8rl.numerics.ops.gates import sigmoid
 
 LENGTH_EPS = 1e-6
 """The number that is added to the sum of squares of a query or a key."""

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from fp8rl.numerics.backend.dispatch import Probes, composed, op
-from fp8rl.numerics.ops.experts import sigmoid
-from fp8rl.numerics.ops.gates import silu
+from fp8rl.numerics.ops.gates import sigmoid, silu
 
 
 @composed
