@@ -266,6 +266,5 @@ CLASSES: tuple[TensorClass, ...] = (
     ),
 )  # fmt: skip
 
-ROWS = tuple(dict.fromkeys(tensors.row for tensors in CLASSES))
-DOCUMENTED = ROWS[:12]
+DOCUMENTED = tuple(dict.fromkeys(tensors.row for tensors in CLASSES))[:12]
 """The rows of the published map."""
