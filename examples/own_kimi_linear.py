@@ -84,6 +84,7 @@ DELTA = OpForm(
     "the rule with a decay for each channel of a key",
     across_tokens=True,
     compute=_delta,
+    formats=gated_delta.DELTA.formats,
 )
 GATED_NORM = OpForm(
     name="kda_norm",

@@ -1,10 +1,12 @@
-"""A family of ops in a user's one file: a float64 definition's logits, and d = 0 after updates."""
+"""A family of ops in a user's one file, which edits none: a float64 definition's logits, and d = 0 after updates. It
+loads, exports, syncs, traces, is planned and watched."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +16,24 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from fp8rl.diagnose.doctor.formats import differences_of
+from fp8rl.diagnose.doctor.watch import watch_step
+from fp8rl.diagnose.explain.compare import ask_engine
+from fp8rl.diagnose.explain.differences import op_differences
 from fp8rl.models import architecture, load_architecture, read_model, read_shape
 from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rl.experiment.budget.job import job_of
+from fp8rl.rl.experiment.budget.memory import engine_memory
 from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rollout.types import SamplingParams
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.weight_sync.served import convert_checkpoint
 from fp8rl.weight_sync.transports.tensor import TensorTransport
-from tests.support.batches import batch_of_answers, cross_entropy
+from tests.support.batches import batch_of_answers, cross_entropy, random_batch
+from tests.support.experiments import experiment
 from tests.support.paths import EXAMPLES
 from tests.support.rig import make_engine
 from tests.support.syncs import push
@@ -143,8 +153,24 @@ def kda(x: Tensor, t: dict[str, Tensor], at: str) -> Tensor:
     return out.flatten(1) @ t[f"{at}o_proj.weight"].T
 
 
+def test_its_formats_and_its_cache_are_as_planned_and_native_mode_is_refused(model: Path, layout: Layout) -> None:
+    trainer, batch = trainer_on(layout, TrainerSection(), model), random_batch(rows=4, longest=40)
+    sightings = watch_step(trainer, batch, cross_entropy(batch), NUMERICS, trainer.config)
+    assert differences_of(sightings) == []
+    assert {each.key for each in sightings} >= {"scores.output", "attention.output", "product.activation"}
+    shape = read_shape(model)
+    job = job_of(experiment(model={"path": str(model), "architecture": FILE}), shape, "kernels", 80e9)
+    assert engine_memory(replace(job, kv_tokens=100)).held["KV cache"]["rollout"] == 100 * shape.kv_bytes()
+    with pytest.raises(UserError, match=r"numerics\.mode: found 'native, on megatron, with a model of kda attention'"):
+        trainer_on(layout, TrainerSection(), model, numerics={"mode": "native"})
+
+
 def test_the_engine_gives_the_trainers_bits_after_each_update(model: Path, layout: Layout, tmp_path: Path) -> None:
+    from fp8rl.trainer.op_trace import trace_ops
+
     trainer = trainer_on(layout, TrainerSection(lr=1e-3, warmup_steps=0), model)
+    exported, stored = dict(trainer.weights.share(trainer.model)), load_file(model / "model.safetensors")
+    assert exported.keys() == stored.keys() and all(exported[name].equal(stored[name]) for name in stored)
     convert_checkpoint(model, tmp_path / "served", NUMERICS.rollout_spec)
     plugin = {"numerics": NUMERICS.to_dict(), "architecture": FILE}
     expected = expected_report(NUMERICS, architecture=FILE)
@@ -159,6 +185,10 @@ def test_the_engine_gives_the_trainers_bits_after_each_update(model: Path, layou
                 rows, scored = trainer.score(batch)
                 d = (scored - batch.fields["rollout_logprobs"][rows])[batch.loss_mask[rows]]
                 assert len(d) > 40 and not d.any()
+                trace = trace_ops(trainer, batch)
+                found = op_differences(trainer.definition.forward, 4, trace, runner.run(ask_engine(engine, trace)))
+                assert {each.differing for each in found} == {0.0}
+                assert [each.layer for each in found if each.op == "delta"] == [0, 1]
                 trainer.train_step(batch, cross_entropy(batch))
                 problems = push(trainer, TensorTransport(1 << 20), NUMERICS.rollout_spec, [endpoint], step + 1)[2]
                 assert problems == []
