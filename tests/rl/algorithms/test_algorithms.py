@@ -6,19 +6,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pydantic import TypeAdapter, ValidationError
 
-from fp8rl.rl.algorithms import ALGORITHMS, Algorithm
+from fp8rl.rl.algorithms import ALGORITHMS
 from fp8rl.rl.algorithms.base import Outcomes
 from fp8rl.rl.algorithms.parts.loss import AggregationMode
 from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
-from fp8rl.rl.experiment import parse_experiment
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.trainer.step.batch import TokenBatch
+from tests.support.experiments import algorithm, experiment
 
 LEARNS_FROM_REWARDS = sorted(name for name, kind in ALGORITHMS.items() if issubclass(kind, PolicyGradient))
 MODES: list[AggregationMode] = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
-ROLLOUT = RolloutSection(max_new_tokens=20)
 GROUPS = torch.tensor([7, 2, 7, 9, 2, 7, 5, 5])
 """Out of order, of unequal sizes, and one of which a single answer is left."""
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 0.5, 1.0, 1.0])
@@ -27,11 +25,6 @@ LENGTHS = [6, 20, 9, 17, 1, 0, 12, 18]
 PROMPT = 3
 VALUES = torch.rand(len(LENGTHS), PROMPT + max(LENGTHS), generator=torch.Generator().manual_seed(9))
 """A critic's, where there is one."""
-
-
-def algorithm(name: str, **settings: Any) -> PolicyGradient:
-    found: PolicyGradient = TypeAdapter(Algorithm).validate_python({"name": name, **settings})
-    return found.resolved(ROLLOUT)
 
 
 def outcomes() -> Outcomes:
@@ -172,8 +165,7 @@ def test_advantages_are_those_of_the_formula(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(name for name, kind in ALGORITHMS.items() if kind.compares_in_group))
 def test_an_answer_alone_is_compared_with_zero_only_if_groups_are_of_one(name: str) -> None:
     rewards, groups = torch.tensor([0.5, 0.25]), torch.tensor([3, 1])
-    found: PolicyGradient = TypeAdapter(Algorithm).validate_python({"name": name})
-    sized = [found.resolved(RolloutSection(group_size=size)) for size in (1, 4)]
+    sized: list[Any] = [ALGORITHMS[name](name=name).resolved(RolloutSection(group_size=size)) for size in (1, 4)]
     alone, left = (chosen.trajectory_advantages(rewards, groups) for chosen in sized)
     assert torch.allclose(alone, rewards, atol=1e-6) and not left.any()
 
@@ -420,21 +412,7 @@ def test_equal_rewards_give_no_gradient(name: str) -> None:
     ids=str,
 )
 def test_the_printed_loss_is_that_of_the_settings(settings: dict[str, Any], said: list[str]) -> None:
-    line = parse_experiment({"model": {"path": "/m"}, "data": {"train": "/t"}, "algorithm": settings}).formula
+    line = experiment(algorithm=settings).formula
     assert "\n" not in line and not [each for each in said if each not in line]
-    plain = parse_experiment({"model": {"path": "/m"}, "data": {"train": "/t"}, "algorithm": {"name": "gspo"}}).formula
+    plain = experiment(algorithm={"name": "gspo"}).formula
     assert not [word for word in ("KL", "whiten", "rejects", "|A|", "penalty") if word in plain]
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"name": "grpo", "loss_length": 8}, "expected seq_mean_token_sum_norm, the only mode that divides"),
-        ({"name": "grpo", "veto": 1e-4, "ratio": "bypass"}, "found veto=0.0001 with ratio=bypass, expected none"),
-        ({"name": "maxrl", "overlong": {}}, "found overlong.penalty=1 with maxrl, expected 0"),
-        ({"name": "opd", "dynamic_sampling": True}, "found dynamic_sampling=true with reward_weight=0, expected false"),
-    ],
-)
-def test_settings_that_do_not_belong_together_are_refused(settings: dict[str, Any], expected: str) -> None:
-    with pytest.raises(ValidationError, match=expected):
-        TypeAdapter(Algorithm).validate_python(settings)

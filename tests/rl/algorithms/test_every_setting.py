@@ -7,9 +7,8 @@ import pytest
 
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.algorithms import ALGORITHMS
-from fp8rl.rl.algorithms.base import AlgorithmConfig
-from fp8rl.rl.experiment import parse_experiment
 from tests.support.dry_run import CUT, dry_run
+from tests.support.experiments import experiment
 
 SETTINGS: dict[str, list[Any]] = (
     {"name": [], "dynamic_sampling": [True], "whiten_advantages": [True, False], "group_norm_std": [True, False]}
@@ -51,7 +50,11 @@ def test_every_algorithm_runs_a_step_with_every_setting_or_refuses_it(name: str)
     for _, settings, sampling in (case for case in cases() if case[0] == name):
         said = f"{name} with {settings} and {sampling}"
         try:
-            algorithm = experiment(name, settings, sampling)
+            algorithm = experiment(
+                rollout={"max_new_tokens": CUT, **sampling},
+                algorithm={"name": name, **settings},
+                teacher={"path": "/teacher"} if name == "opd" else None,
+            ).algorithm
         except UserError as error:
             assert "found" in str(error) and "expected" in str(error), said
             continue
@@ -61,12 +64,3 @@ def test_every_algorithm_runs_a_step_with_every_setting_or_refuses_it(name: str)
             raise AssertionError(said) from error
         ran += 1
     assert ran > len(SAMPLING) - 2
-
-
-def experiment(name: str, settings: dict[str, Any], sampling: dict[str, Any]) -> AlgorithmConfig:
-    values: dict[str, Any] = {"model": {"path": "/m"}, "data": {"train": "/t"}}
-    values["rollout"] = {"max_new_tokens": CUT, **sampling}
-    values["algorithm"] = {"name": name, **settings}
-    if name == "opd":
-        values["teacher"] = {"path": "/teacher"}
-    return parse_experiment(values).algorithm

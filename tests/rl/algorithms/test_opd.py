@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
-from pydantic import TypeAdapter
 
-from fp8rl.rl.algorithms import Algorithm
 from fp8rl.rl.algorithms.base import Outcomes
-from fp8rl.rl.algorithms.opd import Opd
 from fp8rl.rl.algorithms.sft import SftObjective
-from fp8rl.rollout.config import RolloutSection
 from fp8rl.trainer.step.batch import TokenBatch
+from tests.support.experiments import algorithm
 
 OUTCOMES = Outcomes(torch.tensor([1.0, 0.0]), torch.tensor([4, 4]), torch.tensor([True, False]))
 """Two answers to one prompt; the length has cut the second."""
 
 
-def opd(**settings: Any) -> Opd:
-    found: Opd = TypeAdapter(Algorithm).validate_python({"name": "opd", **settings})
-    return found.resolved(RolloutSection(max_new_tokens=3))
+opd = partial(algorithm, "opd", 3)
 
 
 def batch() -> TokenBatch:

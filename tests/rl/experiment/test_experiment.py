@@ -14,8 +14,7 @@ from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.algorithms import ALGORITHMS
 from fp8rl.rl.experiment import load_experiment, parse_experiment, read_resolved
 from fp8rl.rl.experiment.validation import REMOVED
-
-MINIMAL = {"model": {"path": "/m"}, "data": {"train": "/t"}}
+from tests.support.experiments import experiment
 
 
 @pytest.fixture
@@ -43,8 +42,16 @@ BASE = """
 
 def message(values: dict) -> str:
     with pytest.raises(UserError) as error:
-        parse_experiment({**MINIMAL, **values})
+        experiment(**values)
     return str(error.value)
+
+
+def gate(metric: str, **fields: Any) -> dict[str, Any]:
+    return {"gates": [{"metric": metric, "above": 1.0, **fields}]}
+
+
+def grpo(**settings: Any) -> dict[str, Any]:
+    return {"algorithm": {"name": "grpo", **settings}}
 
 
 def test_sections_that_are_missing_are_named_by_the_keys_that_they_need() -> None:
@@ -279,7 +286,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"trainr": {}}, "trainr: found an unknown key with value {}, expected one of run, "),
     ({"trainer": {"learning_rate": 1}}, "Did you mean trainer.lr? "),
     ({"rollout": {"warmup_step": 1}}, "Did you mean trainer.warmup_steps? "),
-    ({"gates": [{"metric": "train/loss", "above": 1.0, "abov": 1.0}]}, "Did you mean gates.above? "),
+    (gate("train/loss", abov=1.0), "Did you mean gates.above? "),
     ({"algorithm": {"name": "sft", "clip_low": 0.2}}, "of sft: name, batch_size. That key belongs to cispo, dapo,"),
     ({"run": {"steps": 0}}, "run.steps: found 0, expected a number greater than or equal to 1"),
     ({"run": {"name": "../x"}}, "text that matches"),
@@ -296,11 +303,35 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"numerics": {"kv": "fp8", "mode": "native"}}, "numerics.kv: found 'fp8 with numerics.mode=native'"),
     ({"algorithm": {"name": "none"}}, " or ".join(map(repr, sorted(ALGORITHMS)))),
     ({"algorithm": {"name": "gsop"}}, "Did you mean gspo? Set it in"),
-    ({"algorithm": {"name": "grpo", "kl": {"loss": {"estimator": "k1"}}}}, "estimator: found k1, expected k2"),
+    (grpo(kl={"loss": {"estimator": "k1"}}), "estimator: found k1, expected k2"),
+    (grpo(loss_length=8), "expected seq_mean_token_sum_norm, the only mode that divides"),
+    (grpo(veto=1e-4, ratio="bypass"), "found veto=0.0001 with ratio=bypass, expected none"),
+    (grpo(rejection={"name": "icepop", "low": 1.5}), "found low=1.5 and high=5.0, expected low < 1 <"),
+    (grpo(rejection={"name": "mis", "low": 0.5}), "algorithm.rejection: found low=0.5 with mis, expected none"),
+    (grpo(rejection={"name": "icepop"}, tis_level="sequence"), "found tis_level=sequence with rejection icepop"),
+    (grpo(centering=8, updates_per_batch=2), "=8 with updates_per_batch=2 and epochs=1, expected one update"),
+    (grpo(centering=8, ratio="bypass"), "with ratio=bypass"),
+    (grpo(centering=8, tis_level="sequence"), "weights of whole sequences"),
+    (grpo(centering=8, rejection={"name": "mis"}), "weights of whole sequences"),
+    ({"algorithm": {"name": "maxrl", "overlong": {}}}, "found overlong.penalty=1 with maxrl, expected 0"),
+    ({"algorithm": {"name": "opd", "dynamic_sampling": True}}, "=true with reward_weight=0, expected false"),
+    ({"algorithm": {"name": "ppo", "critic": {"lr": 1e-6, "min_lr": 1e-5}}}, "min_lr=1e-05, expected at most lr=1e-06"),
     ({"algorithm": {"name": "rloo", "kl": {"reward": {"coefficient": 0.1}}}}, "kl.reward.coefficient=0.1 with rloo"),
+    ({"rollout": {"speculation": {"drafts": 2}}}, "No engine drafts tokens any more"),
+    ({"rollout": {"in_flight": True}}, "found in_flight=true with staleness=0, expected false"),
+    ({"rollout": {"staleness": 2, "in_flight": False}}, "found in_flight=false with staleness=2, expected true"),
+    ({"rollout": {"oversample": 1.5}}, "found oversample=1.5 with staleness=0 and in_flight=false"),
+    ({"rollout": {"oversample": 1.5, "staleness": 1}}, "rollout.in_flight=true"),
     ({"gates": {}}, "a list"),
-    ({"gates": [{"metric": "mismatch/k3_kl", "above": 1.0, "below": 0.0}]}, "exactly one of above and below"),
-    ({"gates": [{"metric": "mismatch/tis_clipfraq", "above": 1.0}]}, "Did you mean mismatch/tis_clipfrac?"),
+    (gate("mismatch/k3_kl", below=0.0), "exactly one of above and below"),
+    (gate("mismatch/tis_clipfraq"), "Did you mean mismatch/tis_clipfrac?"),
+    (gate("train/loss", action="restart"), "gates.0.action: found 'restart', expected"),
+    (gate("train/loss", recover=1.1), "expected recover <= above"),
+    (gate("train/loss", tis_cap=1.5), "Remove tis_cap"),
+    (gate("train/update_survival"), "train/update_survival with adapter.mode=None"),
+    (gate("rollout/turns_mean"), "rollout/turns_mean with environment=single_turn', expected an environment"),
+    (gate("eval/hard/pass@2") | {"eval": {"problems": 0}}, "eval.problems=0', expected eval.problems above 0"),
+    (gate("rollout/reward_failures", action="skip_step"), "after a step's decision"),
 ]
 
 

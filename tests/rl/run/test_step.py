@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import TypeAdapter
 from torch import Tensor
 
-from fp8rl.rl.algorithms import Algorithm
 from fp8rl.rl.algorithms.base import Needs, Outcomes
 from fp8rl.rl.algorithms.parts.loss import Surrogate
 from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
@@ -22,12 +20,12 @@ from fp8rl.rl.record.rollouts import shown
 from fp8rl.rl.run.batching import RolloutBatch, batch_from_trajectories, rollout_metrics
 from fp8rl.rl.run.feed.judging import JudgedAnswer
 from fp8rl.rl.run.step import explained_variance, plan_updates
-from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.types import Problem, Trajectory
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.step.batch import NonFiniteLossError, TokenBatch
 from tests.support.batches import random_batch
 from tests.support.dry_run import dry_run
+from tests.support.experiments import algorithm
 from tests.support.local_group import LocalGroup
 from tests.support.models import write_model
 
@@ -38,11 +36,6 @@ GROUPS = torch.tensor([4, 4, 9, 1, 9, 1, 4, 7])
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model") / "moe")
-
-
-def algorithm(name: str = "grpo", **settings: Any) -> PolicyGradient:
-    found: PolicyGradient = TypeAdapter(Algorithm).validate_python({"name": name, **settings})
-    return found.resolved(RolloutSection(max_new_tokens=40))
 
 
 def sampled(group: Any) -> tuple[TokenBatch, Outcomes]:
@@ -66,10 +59,10 @@ def step(group: Any, chosen: PolicyGradient, batch: TokenBatch, outcomes: Outcom
 def test_one_update_is_one_pass_over_the_whole_batch_bit_for_bit(path: Path, layout: Layout) -> None:
     group, plain = LocalGroup(path, layout), LocalGroup(path, layout)
     batch, outcomes = sampled(group)
-    metrics = step(group, algorithm(), batch, outcomes)
+    metrics = step(group, algorithm("grpo"), batch, outcomes)
     assert group.calls == [("pass", "policy"), ("update", "policy")], "nothing else is scored"
-    given = batch.with_fields(advantages=algorithm().advantages(outcomes, batch))
-    done = plain.roles.policy.train_step(given, algorithm().objective(given)).result
+    given = batch.with_fields(advantages=algorithm("grpo").advantages(outcomes, batch))
+    done = plain.roles.policy.train_step(given, algorithm("grpo").objective(given)).result
     assert (metrics["train/loss"], metrics["train/grad_norm"]) == (done.loss, done.grad_norm)
     ours, theirs = group.parameters(), plain.parameters()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -80,7 +73,7 @@ def test_two_updates_are_two_passes_with_the_old_logprobs_of_the_first_weights(p
     epochs = 2
     group, plain = LocalGroup(path, layout), LocalGroup(path, layout)
     batch, outcomes = sampled(group)
-    chosen = algorithm(updates_per_batch=2, epochs=epochs, clip_low=1e-3, clip_high=1e-3)
+    chosen = algorithm("grpo", updates_per_batch=2, epochs=epochs, clip_low=1e-3, clip_high=1e-3)
     metrics = step(group, chosen, batch, outcomes)
 
     advantages, old = chosen.advantages(outcomes, batch), batch.fields["rollout_logprobs"]
@@ -102,14 +95,14 @@ def test_more_updates_than_groups_and_groups_without_a_token_make_fewer(path: Pa
     group = LocalGroup(path, layout)
     batch, outcomes = sampled(group)
     batch.loss_mask[7] = False  # all of group 7
-    plan = plan_updates(group, batch, outcomes, algorithm(updates_per_batch=9))
+    plan = plan_updates(group, batch, outcomes, algorithm("grpo", updates_per_batch=9))
     assert plan.parts == [[0, 1, 6], [2, 4], [3, 5]]
 
 
 def test_a_fault_in_a_later_update_names_its_rows_and_leaves_the_earlier_ones(path: Path, layout: Layout) -> None:
     group = LocalGroup(path, layout)
     batch, outcomes = sampled(group)
-    plan = plan_updates(group, batch, outcomes, algorithm(updates_per_batch=2))
+    plan = plan_updates(group, batch, outcomes, algorithm("grpo", updates_per_batch=2))
     first = plan.forward_backward(group, 0)
     plan.batch.fields["old_logprobs"][5] = torch.nan
     metrics, error = plan.update_all(group, first, step=1)
@@ -151,7 +144,7 @@ def test_an_algorithm_of_ones_own_sees_the_batch_and_adds_metrics(path: Path, la
 def test_a_reference_is_the_start_of_the_run_in_the_same_forward(path: Path, layout: Layout) -> None:
     group = LocalGroup(path, layout, reference=True)
     batch, outcomes = sampled(group)
-    chosen = algorithm(kl={"loss": {"coefficient": 0.1}})
+    chosen = algorithm("grpo", kl={"loss": {"coefficient": 0.1}})
     first = step(group, chosen, batch, outcomes)
     assert first["train/kl"] == 0.0, "exactly: the policy is its reference"
     assert group.calls[0] == ("score", "reference")
@@ -191,7 +184,7 @@ def test_a_score_that_is_not_finite_is_a_fault_of_its_rows(path: Path, layout: L
     with torch.no_grad():
         group.roles.models["reference"].model.output_layer.weight[:] = torch.nan
     with pytest.raises(NonFiniteLossError, match="reference_logprobs: found values that are not finite in rows"):
-        plan_updates(group, batch, outcomes, algorithm(kl={"loss": {"coefficient": 0.1}}))
+        plan_updates(group, batch, outcomes, algorithm("grpo", kl={"loss": {"coefficient": 0.1}}))
 
 
 def test_explained_variance_worked_by_hand() -> None:

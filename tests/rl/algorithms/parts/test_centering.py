@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from fp8rl.rl.algorithms.grpo import Grpo
-from fp8rl.rl.experiment import parse_experiment
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.trainer.step.batch import LIKELY_LOGPROBS, OWN_LIKELY, TokenBatch
+from tests.support.experiments import experiment
 
 ROWS, WIDTH, VOCABULARY = 3, 6, 20
 WEIGHTS: list[dict[str, Any]] = [
@@ -114,15 +114,7 @@ def test_a_token_that_is_not_used_or_whose_sequence_is_vetoed_adds_nothing() -> 
     assert not gradient[1].any() and not gradient[2, 3].any() and not gradient[:, :2].any()
 
 
-def test_what_it_has_no_expectation_for_is_refused() -> None:
-    basis: dict[str, Any] = {"model": {"path": "/m"}, "data": {"train": "/t"}}
-    for algorithm, rollout, said in (
-        ({"updates_per_batch": 2}, {}, "centering=8 with updates_per_batch=2 and epochs=1, expected one update"),
-        ({"ratio": "bypass"}, {}, "with ratio=bypass"), ({"tis_level": "sequence"}, {}, "weights of whole sequences"),
-        ({"rejection": {"name": "mis"}}, {}, "weights of whole sequences"), ({}, {"top_p": 0.9}, "no top-p, top-k"),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=said):
-            parse_experiment({**basis, "algorithm": {"name": "grpo", "centering": 8, **algorithm}, "rollout": rollout})
-    stale = parse_experiment({**basis, "algorithm": {"name": "grpo", "centering": 8}, "rollout": {"staleness": 1}})
-    assert stale.algorithm.ratio == "recompute" and "scores centred over 8 tokens" in stale.formula  # type: ignore
+def test_the_ratio_of_older_tokens_is_computed_anew() -> None:
+    stale = experiment(algorithm={"name": "grpo", "centering": 8}, rollout={"staleness": 1})
+    assert stale.algorithm.ratio == "recompute" and "scores centred over 8 tokens" in stale.formula
     assert Grpo.model_validate({"ratio": "on_policy"}).ratio == "recompute", "as old specs have it"
