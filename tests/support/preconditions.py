@@ -6,7 +6,9 @@ import pytest
 
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import parse_experiment
+from fp8rl.rl.experiment.budget.job import gpu_named
 from fp8rl.rl.experiment.preconditions import check
+from fp8rl.rl.experiment.preconditions.rules import Target
 
 
 def write_lines(path, problems):
@@ -21,6 +23,11 @@ def refusal(values: dict, **sections: dict) -> str:
     with pytest.raises(UserError) as error:
         check(parse_experiment(merged(values, **sections)))
     return str(error.value)
+
+
+def on(gpu: str | None) -> Target:
+    """Machines with GPUs of this name; none: with CPUs alone."""
+    return Target(bool(gpu), bool(gpu), capability=gpu_named(gpu).capability if gpu else None)
 
 
 def edit_config(model, **changes) -> None:

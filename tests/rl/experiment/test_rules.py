@@ -12,10 +12,10 @@ from fp8rl.diagnose.plan.subject import read_plan_subject
 from fp8rl.models.shape import Shape
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import gate_rules, rules
-from fp8rl.rl.experiment.budget.job import gpu_named
 from fp8rl.rl.experiment.preconditions import rules as machine_rules
 from fp8rl.rl.experiment.preconditions.rules import Target, broken_rules, check_target
 from tests.support.experiments import experiment
+from tests.support.preconditions import on
 from tests.support.remedies import broken, mended, overridden, rules_of
 
 OPD, NATIVE = "algorithm={name: opd} teacher={path: /t}", "numerics.mode=native"
@@ -111,10 +111,6 @@ MODULES = (machine_rules, gate_rules, rules)
 def words(overrides: str) -> list[str]:
     """Overrides that are separated by blanks outside of brackets."""
     return re.split(r" (?=[\w.]+=)", overrides) if overrides else []
-
-
-def on(gpu: str) -> Target:
-    return Target(bool(gpu), bool(gpu), capability=gpu_named(gpu).capability if gpu else None)
 
 
 SEGMENTS = dataclasses.replace(on("h200"), expandable_segments="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")

@@ -15,14 +15,11 @@ from fp8rl.rl.experiment.budget.job import GPUS, GPUS_PER_NODE, gpu_named
 from fp8rl.rl.experiment.preconditions.rules import Target, check_target, engine_ranks
 from tests.support.experiments import experiment
 from tests.support.paths import EXAMPLES, REAL_SPECS, ROOT, SPECS
+from tests.support.preconditions import on
 
 NUMBERS = {"one": 1, "eight": 8, "sixteen": 16}
 KINDS = {"gsm8k": "h200", **REAL_SPECS}
 NEEDS = {name: [f"model.path={EXAMPLES / 'models/tiny_qwen3_moe'}"] for name in ("calculator", "tool_calls")}
-
-
-def on(gpu: str | None) -> Target:
-    return Target(gpu is not None, gpu is not None, capability=gpu_named(gpu).capability if gpu else None)
 
 
 def gpus_of_header(text: str) -> int:
