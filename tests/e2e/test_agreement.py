@@ -17,8 +17,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from fp8rl.diagnose.explain.causes import Comparison
 from fp8rl.diagnose.explain.compare import compare
-from fp8rl.diagnose.report import Finding
 from fp8rl.models import read_model
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.architecture import architectures
@@ -180,10 +180,13 @@ def not_sent_is_named(
     pipeline.train_step(pipeline.sample(1.0, count=4))
     assert min(names) in failed_sync(pipeline, patch, fault)
     pipeline.resume()  # nobody looked
-    first = first_finding(pipeline, pipeline.sample(1.0, count=4))
+    result = compared(pipeline, pipeline.sample(1.0, count=4))
     pipeline.sync()
+    first = result.findings[0]
     assert first.key == "weights" and {name.removesuffix("_scale_inv") for name in first.names} == names
     assert f"layer {layer} {op}" in first.found and ("expert 5" in first.found) == (op == "experts")
+    assert "in the engine are not the weights of version" in first.found
+    assert [(each.layer, each.op) for each in result.ops if each.differing] == [(layer, op)]
 
 
 def definition_is_named(
@@ -193,7 +196,7 @@ def definition_is_named(
     batch = pipeline.sample(1.0, count=4)
     pipeline.trainer.apply(plant)
     try:
-        first = first_finding(pipeline, batch)
+        first = compared(pipeline, batch).findings[0]
     finally:
         pipeline.trainer.apply(restored)
     assert (first.key, first.names) == ("op", tuple(f"layers.{layer}.{op}" for layer in layers))
@@ -296,9 +299,8 @@ def test_every_sampled_token_agrees_and_what_is_planted_is_named(
     check(rig.open(setup), monkeypatch, tmp_path)
 
 
-def first_finding(pipeline: Pipeline, batch: TokenBatch) -> Finding:
-    numerics = pipeline.setup.numerics
-    return compare(pipeline.trainer, pipeline.endpoint, batch, numerics, pipeline.definition).findings[0]
+def compared(pipeline: Pipeline, batch: TokenBatch) -> Comparison:
+    return compare(pipeline.trainer, pipeline.endpoint, batch, pipeline.setup.numerics, pipeline.definition)
 
 
 def failed_sync(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, fault: Callable[..., Any]) -> str:

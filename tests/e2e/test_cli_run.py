@@ -260,14 +260,10 @@ def what_is_wrong_is_refused(client: openai.OpenAI, model: str) -> None:
             for body, status, part in (
                 (plain | {"model": "gpt-4"}, 404, "'gpt-4' does not exist"),
                 (plain | {"n": 0}, 400, "n: found 0, expected 1 to 128"),
-                (plain | {"seed": -1}, 400, "seed: found -1"),
-                (plain | {"logit_bias": {"1": 5.0}}, 400, "logit_bias: is not served"),
                 (plain | {"temperature": -1}, 400, "temperature"),
                 (plain | {"top_p": 0}, 400, "top_p"),
-                (plain | {"top_k": 2**33}, 400, "top_k: found 8589934592"),
                 (plain | {"max_tokens": 10**9}, 400, "1000000000"),
                 (plain | {"max_tokens": 8, "min_tokens": 10**9}, 400, "min_new_tokens"),
-                (plain | {"input_ids": [10**6]}, 400, "input_ids: is not served"),
             ):
                 answer = http.post(path, json=body)
                 assert answer.status_code == status and part in answer.json()["message"], answer.text
@@ -282,8 +278,6 @@ def what_is_wrong_is_refused(client: openai.OpenAI, model: str) -> None:
             with http.stream("POST", path, json=unread) as part:
                 assert next(part.iter_lines()), "and nobody reads the rest"
             assert http.post(path, json=plain).status_code == 200
-        answer = http.post("v1/completions", json={"model": model, "prompt": [10**6]})
-        assert answer.status_code == 400 and "prompt: found the token" in answer.text
         assert http.post("v1/completions", json={"model": model, "prompt": "1"}).status_code == 200, "the engine lives"
 
 

@@ -5,7 +5,6 @@ One run of the arithmetic example meets them one after the other, is stopped by 
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 import math
@@ -39,7 +38,7 @@ from tests.support.faults import MATRIX, Named, Tampered
 from tests.support.live_runs import prepared
 from tests.support.ranks import in_a_fork
 from tests.support.rig import Rig
-from tests.support.servers import wait_until
+from tests.support.servers import use_endpoint, wait_until
 from tests.support.syncs import push
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -94,14 +93,7 @@ def score_with_other_scales(stack: Run) -> None:
 
 
 def at_each_engine(stack: Run, use: Callable[[EngineClient], Any]) -> list[Any]:
-    async def run() -> list[Any]:
-        answers = []
-        for endpoint in stack.engines.up():
-            async with EngineClient(endpoint) as engine:
-                answers.append(await use(engine))
-        return answers
-
-    return asyncio.run(run())
+    return [use_endpoint(endpoint, use) for endpoint in stack.engines.up()]
 
 
 @dataclasses.dataclass

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from typing import TypeVar
+from collections.abc import Iterator
 
 import pytest
 
@@ -14,6 +13,7 @@ from fp8rl.rollout.engine.protocol import Memory
 from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import EngineError, SamplingParams, Trajectory
 from tests.support.rig import Pipeline, Rig, Setup, prompts
+from tests.support.servers import use_endpoint
 from tests.support.updates import requests
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -30,21 +30,8 @@ def pipeline(rig: Rig) -> Iterator[Pipeline]:
     pipeline.sync(wakes=True)
 
 
-Asked = TypeVar("Asked")
-
-
-def ask(pipeline: Pipeline, use: Callable[[EngineClient], Awaitable[Asked]]) -> Asked:
-    endpoint = pipeline.endpoint
-
-    async def asked() -> Asked:
-        async with EngineClient(endpoint) as client:
-            return await use(client)
-
-    return asyncio.run(asked())
-
-
 def memory(pipeline: Pipeline) -> Memory:
-    (rank,) = ask(pipeline, EngineClient.memory)
+    (rank,) = use_endpoint(pipeline.endpoint, EngineClient.memory)
     return rank
 
 
@@ -87,7 +74,7 @@ def test_an_engine_sleeps_and_wakes_as_it_was(rig: Rig) -> None:
     assert slept.released == awake.weights + awake.kv_cache
     assert awake.in_use - slept.behind > awake.weights, "the process gave at least the weights' memory back"
     with pytest.raises(EngineError, match="memory was released"):
-        ask(pipeline, EngineClient.manifest)
+        use_endpoint(pipeline.endpoint, EngineClient.manifest)
     report = pipeline.sync("disk", wakes=True)
     assert report.bytes == report.weight_bytes and report.mismatched_tensors == 0
     assert memory(pipeline).weights == awake.weights and memory(pipeline).kv_cache == awake.kv_cache
