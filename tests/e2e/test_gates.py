@@ -38,7 +38,7 @@ from tests.support.faults import MATRIX, Named, Tampered
 from tests.support.live_runs import prepared
 from tests.support.ranks import in_a_fork
 from tests.support.rig import Rig
-from tests.support.servers import use_endpoint, wait_until
+from tests.support.servers import use, wait_until
 from tests.support.syncs import push
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -92,8 +92,8 @@ def score_with_other_scales(stack: Run) -> None:
     trainer.forward_backward = once  # type: ignore[method-assign]
 
 
-def at_each_engine(stack: Run, use: Callable[[EngineClient], Any]) -> list[Any]:
-    return [use_endpoint(endpoint, use) for endpoint in stack.engines.up()]
+def at_each_engine(stack: Run, action: Callable[[EngineClient], Any]) -> list[Any]:
+    return [use(endpoint, action) for endpoint in stack.engines.up()]
 
 
 @dataclasses.dataclass

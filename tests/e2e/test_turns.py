@@ -13,7 +13,7 @@ from fp8rl.rollout.engine.protocol import Memory
 from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import EngineError, SamplingParams, Trajectory
 from tests.support.rig import Pipeline, Rig, Setup, prompts
-from tests.support.servers import use_endpoint
+from tests.support.servers import use
 from tests.support.updates import requests
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -31,7 +31,7 @@ def pipeline(rig: Rig) -> Iterator[Pipeline]:
 
 
 def memory(pipeline: Pipeline) -> Memory:
-    (rank,) = use_endpoint(pipeline.endpoint, EngineClient.memory)
+    (rank,) = use(pipeline.endpoint, EngineClient.memory)
     return rank
 
 
@@ -74,7 +74,7 @@ def test_an_engine_sleeps_and_wakes_as_it_was(rig: Rig) -> None:
     assert slept.released == awake.weights + awake.kv_cache
     assert awake.in_use - slept.behind > awake.weights, "the process gave at least the weights' memory back"
     with pytest.raises(EngineError, match="memory was released"):
-        use_endpoint(pipeline.endpoint, EngineClient.manifest)
+        use(pipeline.endpoint, EngineClient.manifest)
     report = pipeline.sync("disk", wakes=True)
     assert report.bytes == report.weight_bytes and report.mismatched_tensors == 0
     assert memory(pipeline).weights == awake.weights and memory(pipeline).kv_cache == awake.kv_cache
