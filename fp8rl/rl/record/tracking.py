@@ -4,6 +4,7 @@ trackers, so that no step waits for a tracker, and no error of a tracker reaches
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 import time
@@ -15,7 +16,7 @@ from typing import Any, Literal, Self
 from fp8rl.rl.record.metrics_log import MetricsLog
 from fp8rl.rl.record.rollouts import RolloutRecord, ScoredRecord, shown, write_rollouts
 from fp8rl.rl.record.run_dir import RunDir
-from fp8rl.rl.record.trackers import Tracked, Tracker, start
+from fp8rl.rl.record.trackers import Tracked, Tracker, tracker
 
 Samples = Callable[[], tuple[Sequence[RolloutRecord], Sequence[ScoredRecord]]]
 
@@ -115,7 +116,11 @@ class BackgroundTrackers:
         self._waiting: queue.Queue[tuple[Any, ...]] = queue.Queue(_RECORDS)
         self._trackers: dict[str, Tracker] = {}
         self._thread = threading.Thread(target=self._serve, args=(names,), name="trackers", daemon=True)
-        self._told = bool(names)
+        self._told, self._variables = bool(names), {}
+        for name in names:
+            for variable, value in tracker(name).variables(run).items():
+                if variable not in os.environ:
+                    self._variables[variable] = os.environ[variable] = value
         if names:
             self._thread.start()
 
@@ -138,19 +143,21 @@ class BackgroundTrackers:
         if self._thread.is_alive():
             left = ", ".join(self._trackers) or "a tracker that has not begun"
             self._lost(f"{left}: not ended after {_FINISH_SECONDS:g} s, given up; metrics.jsonl has every row")
+        for variable in self._variables:
+            os.environ.pop(variable, None)
         if self._dropped:
             self._lost(f"trackers lack {self._dropped} records, as the queue was full; metrics.jsonl has every row")
 
     def _serve(self, names: Sequence[str]) -> None:
         for name in names:
             with self._guarded(name):
-                self._trackers[name] = start(name, self.run)
+                self._trackers[name] = tracker(name)(self.run)
         call = ""
         while call != "finish":
             call, *values = self._waiting.get()
-            for name, tracker in list(self._trackers.items()):
+            for name, each in list(self._trackers.items()):
                 with self._guarded(name):
-                    getattr(tracker, call)(*values)
+                    getattr(each, call)(*values)
 
     @contextmanager
     def _guarded(self, name: str) -> Iterator[None]:

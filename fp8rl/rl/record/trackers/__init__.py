@@ -60,7 +60,16 @@ class Tracked:
 
 
 class Tracker:
-    """A tracker. Its methods are called in the trackers' thread; an error in one ends only this tracker."""
+    """A tracker. It is made and called in the trackers' thread; an error ends only this tracker."""
+
+    @staticmethod
+    def variables(run: Tracked) -> dict[str, str]:
+        """Return the environment variables that the tracker reads or sets, and that other code does not need.
+
+        They are set before the thread begins, and removed at the end. In C, a new variable moves the list of all
+        variables, and code in other threads that reads the list at this moment crashes.
+        """
+        return {}
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record a step; `rl.record.metrics.metric` has unit and meaning of each metric."""
@@ -86,7 +95,7 @@ def check_trackers(names: Iterable[str]) -> None:
             raise user_error("tracking.to", name, f"the package {name}, which is not installed", remedy)
 
 
-def start(name: str, run: Tracked) -> Tracker:
-    """Return the tracker of this name, for a run that begins or is resumed."""
-    tracker: Tracker = getattr(import_module(f"fp8rl.rl.record.trackers.to_{name}"), TRACKERS[name])(run)
-    return tracker
+def tracker(name: str) -> type[Tracker]:
+    """Return the class of the tracker of this name."""
+    found: type[Tracker] = getattr(import_module(f"fp8rl.rl.record.trackers.to_{name}"), TRACKERS[name])
+    return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -32,7 +31,6 @@ so this group comes first, on one screen."""
 _UPLOAD_SECONDS = 120.0
 """Seconds that wandb gets at the end of a run to upload the rest."""
 _KEY = "tracking.wandb"
-_STAGING = "WANDB_DATA_DIR"
 
 
 def check_wandb(config: WandbSection) -> None:
@@ -69,11 +67,14 @@ def latest(run: RunDir) -> Path:
 class Wandb(Tracker):
     """Metrics in groups by the part before the slash, sample rollouts as tables, events as alerts."""
 
+    @staticmethod
+    def variables(run: Tracked) -> dict[str, str]:
+        # The folder for its tables, which would be staged in the user's home, and what wandb sets when it starts.
+        return {"WANDB_DATA_DIR": str(run.place("wandb") / "data"), "WANDB_SERVICE": ""}
+
     def __init__(self, run: Tracked) -> None:
-        self._tracked, place = run, run.place("wandb")
-        self._staging = os.environ.get(_STAGING)
-        os.environ[_STAGING] = self._staging or str(place / "data")  # it would stage its tables in the user's home
-        self._run = _start(run, place)
+        self._tracked = run
+        self._run = _start(run, run.place("wandb"))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         basics = {f"basics/{short}": metrics[name] for short, name in BASICS.items() if name in metrics}
@@ -107,9 +108,6 @@ class Wandb(Tracker):
             raise TimeoutError(
                 f"not all is uploaded after {_UPLOAD_SECONDS:g} s; `wandb sync --no-skip-online {folder}` uploads it"
             ) from None
-        finally:
-            if self._staging is None:
-                os.environ.pop(_STAGING, None)
 
 
 def _listed(parts: Mapping[str, float]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -97,6 +98,21 @@ def test_wandb_gets_rows_in_groups_rare_tables_and_alerts(run: RunDir) -> None:
             ["1+1=?", "2\n#### 2", 1.0, "integer 1, length/long -0.25", "", 0.0, "0 -0.0179"],
             ["1+2=?", "é", 1.0, "", "", None, "0 -0.0179"],
         ]
+
+
+def test_no_environment_variable_is_new_in_the_trackers_thread(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In C it would move the list of all variables, which the tokenizers of another thread may be reading."""
+    before, put, new = {**os.environ}, os.putenv, []
+
+    def putenv(name: bytes, value: bytes) -> None:
+        if os.getenvb(name) is None and threading.current_thread() is not threading.main_thread():
+            new.append(name)
+        put(name, value)
+
+    monkeypatch.setattr(os, "putenv", putenv)
+    with tracking(run, "wandb") as tracker:
+        tracker.log(1, {"train/loss": 0.5})
+    assert not new and {**os.environ} == before
 
 
 @pytest.mark.parametrize(
