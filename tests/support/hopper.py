@@ -23,10 +23,11 @@ class Compiled:
     """One kernel as it would run. blocks: of its grid. shared: bytes. spilled: bytes of a thread's stack.
     respilled: loads and stores of these in innermost loops with products (-1: not disassembled). brought: bytes that a
     thread copies into shared memory in a step of each of these loops. under_way: groups of copies that may still be
-    under way when a step begins to compute (-1: it waits for none). instructions: the matrix and cast instructions of
-    its PTX. divisions: IEEE divisions in FP32, as often as they are written there. sums: the layouts in which its FP32
-    matrices are reduced, which decide the order of addition. arithmetic: what each of the loops with products computes,
-    or the whole kernel if it has none (`tests.support.sass`)."""
+    under way when a step begins to compute (-1: it waits for none). barriers: how often all threads wait for each other
+    in each of these loops. instructions: the matrix and cast instructions of its PTX. divisions: IEEE divisions in
+    FP32, as often as they are written there. sums: the layouts in which its FP32 matrices are reduced, which decide the
+    order of addition. arithmetic: what each of the loops with products computes, or the whole kernel if it has none
+    (`tests.support.sass`)."""
 
     name: str
     blocks: int
@@ -36,6 +37,7 @@ class Compiled:
     respilled: int
     brought: tuple[int, ...]
     under_way: tuple[int, ...]
+    barriers: tuple[int, ...]
     arithmetic: tuple[dict[str, int], ...]
     instructions: tuple[str, ...]
     divisions: int
@@ -72,7 +74,7 @@ def _described(name: str, blocks: int, kernel: Any) -> Compiled:
     ptx = kernel.asm["ptx"]
     wanted = r"cvt\.rn\.satfinite[.\w]+|wgmma\.mma_async[.\w]+|mma\.sync[.\w]+|fma\.rn\.f32"
     return Compiled(
-        name, blocks, kernel.metadata.shared, *_resources(kernel.asm["cubin"]), -1, (), (), (),
+        name, blocks, kernel.metadata.shared, *_resources(kernel.asm["cubin"]), -1, (), (), (), (),
         tuple(sorted(set(re.findall(wanted, ptx)))), ptx.count("div.rn.f32"), _sums(kernel.asm["ttgir"]),
     )  # fmt: skip
 
@@ -123,6 +125,7 @@ def _with_loops(kernel: Compiled, lines: list[str]) -> Compiled:
         respilled=sum(len(re.findall(r"\b(?:STL|LDL)\b", loop)) for loop in loops),
         brought=tuple(sum(map(_bytes, loop.splitlines())) for loop in loops),
         under_way=tuple(min((int(left, 16) for left in some), default=-1) for some in waits),
+        barriers=tuple(len(re.findall(r"\bBAR\.SYNC\S* 0x\w+ ;", loop)) for loop in loops),
         arithmetic=tuple(dict(arithmetic(each)) for each in loops or ["\n".join(lines)]),
     )
 

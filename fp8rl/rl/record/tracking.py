@@ -116,11 +116,10 @@ class BackgroundTrackers:
         self._waiting: queue.Queue[tuple[Any, ...]] = queue.Queue(_RECORDS)
         self._trackers: dict[str, Tracker] = {}
         self._thread = threading.Thread(target=self._serve, args=(names,), name="trackers", daemon=True)
-        self._told, self._variables = bool(names), {}
-        for name in names:
-            for variable, value in tracker(name).variables(run).items():
-                if variable not in os.environ:
-                    self._variables[variable] = os.environ[variable] = value
+        self._told = bool(names)
+        variables = {name: value for each in names for name, value in tracker(each).variables(run).items()}
+        self._new_variables = variables.keys() - os.environ.keys()
+        os.environ.update({name: variables[name] for name in self._new_variables})
         if names:
             self._thread.start()
 
@@ -143,7 +142,7 @@ class BackgroundTrackers:
         if self._thread.is_alive():
             left = ", ".join(self._trackers) or "a tracker that has not begun"
             self._lost(f"{left}: not ended after {_FINISH_SECONDS:g} s, given up; metrics.jsonl has every row")
-        for variable in self._variables:
+        for variable in self._new_variables:
             os.environ.pop(variable, None)
         if self._dropped:
             self._lost(f"trackers lack {self._dropped} records, as the queue was full; metrics.jsonl has every row")

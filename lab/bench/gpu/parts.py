@@ -140,6 +140,12 @@ PARTS: dict[str, Part] = {
         Part("gemms", "Dense products of the forward against cuBLAS", "lab.bench.gpu.products:gemms"),
         Part("grouped", "Products of experts, forward and weight gradient", "lab.bench.gpu.products:grouped"),
         Part(
+            "candidates",
+            "Products of specialised warps, and torch's of gradients, against ours: equal bits, then all rates",
+            "lab.bench.gpu.products:candidates",
+            limit_s=60,
+        ),
+        Part(
             "sync",
             "The passes of a weight sync against a plain copy",
             "lab.bench.gpu.sync:passes",

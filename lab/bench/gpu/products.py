@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from fp8rl.numerics.kernels.products.tiles import make_tiles
 from fp8rl.numerics.kernels.quantize import quantize_blocks, quantize_rows
 from fp8rl.numerics.quantize import QuantizedTensor, quantize
 from fp8rl.numerics.spec import QuantSpec, TensorSpec
-from lab.bench.gpu.measure import Measured, Sizes, Stopwatch, random
+from lab.bench.gpu import specialized
+from lab.bench.gpu.measure import Measured, Shape, Sizes, Stopwatch, random
 from lab.bench.measure import Result
 
 ROWS, BLOCKS, POW2 = TensorSpec(), TensorSpec(granularity="block"), QuantSpec.preset("fp8_block_pow2")
@@ -103,6 +105,59 @@ def grouped(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
         del weight, codes
 
 
+def candidates(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
+    """Products that may take the place of ours. Those of specialised warps need our bits; those of torch are for
+    gradients alone, and need the same bits in two runs."""
+    numbers, different = dict.fromkeys(("specialized", "torch"), 0), dict.fromkeys(("specialized", "torch"), 0)
+    for shape in (*sizes.dense, *sizes.experts):
+        for tokens in sizes.tokens[-2:]:
+            of = _experts if shape.experts else _dense
+            for product, (ours, theirs, torchs) in of(shape, tokens, done, watch.device).items():
+                sides = {"FP8": ours, "specialized": theirs} | ({"torch": torchs} if torchs else {})
+                for side, once in (("specialized", ours), ("torch", torchs)):
+                    if side in sides and once is not None:
+                        expected, found = once(), sides[side]()
+                        numbers[side] += found.numel()
+                        different[side] += int((expected.view(torch.int16) != found.view(torch.int16)).sum())
+                flops = 2.0 * tokens * shape.top_k * shape.n * shape.k
+                _record(done, f"{shape.name}, {product}", tokens, flops, sides, watch)
+    done.equal("numbers of specialised warps that are not ours", different["specialized"], of=numbers["specialized"])
+    if numbers["torch"]:
+        done.equal("numbers of torch._scaled_mm that differ in two runs", different["torch"], of=numbers["torch"])
+
+
+_Sides = tuple[Callable[[], Tensor], Callable[[], Tensor], Callable[[], Tensor] | None]
+"""A product by our kernel, by specialised warps and, if it may be, by torch."""
+
+
+def _dense(shape: Shape, tokens: int, done: Measured, device: torch.device) -> dict[str, _Sides]:
+    weight = random(shape.n, shape.k, device=device, scale=0.02)
+    x, dy = (random(tokens, width, device=device) for width in (shape.k, shape.n))
+    rows, gradient = quantize_rows(x, ROWS), backward_operands(dy, x, POW2)
+    codes, back = quantize(weight, BLOCKS), quantize(weight.t().contiguous(), BLOCKS)
+    operands = {"forward": (rows, codes), "gradient of x": (gradient[0], back), "gradient of w": gradient[1:]}
+    half = torch.bfloat16
+    return {
+        name: (
+            partial(gemm, a, b, half),
+            partial(specialized.product, a, b, half),
+            None if name == "forward" else _scaled_mm(a, b, done),
+        )
+        for name, (a, b) in operands.items()
+    }
+
+
+def _experts(shape: Shape, tokens: int, done: Measured, device: torch.device) -> dict[str, _Sides]:
+    codes = quantize(random(shape.experts, shape.n, shape.k, device=device, scale=0.02), BLOCKS)
+    x, dy = (random(tokens * shape.top_k, width, device=device) for width in (shape.k, shape.n))
+    counts = torch.bincount(torch.randint(shape.experts, (len(x),), device=device), minlength=shape.experts)
+    tiles, rows, half = make_tiles(counts, len(x)), quantize_rows(x, ROWS), torch.bfloat16
+    columns = backward_operands(dy, x, POW2, tiles)[1:]
+    forward = partial(gemm, rows, codes, half, tiles=tiles), partial(specialized.product, rows, codes, half, tiles)
+    gradient = (partial(product, *columns, tiles, half) for product in (grouped_wgrad, specialized.grouped_wgrad))
+    return {"forward": (*forward, None), "gradient of w": (*gradient, None)}
+
+
 def _scaled_mm(a: QuantizedTensor, b: QuantizedTensor, done: Measured) -> Callable[[], torch.Tensor] | None:
     """torch's product with 1x128 and 128x128 scales, where this torch and GPU have it."""
     try:
@@ -115,7 +170,8 @@ def _scaled_mm(a: QuantizedTensor, b: QuantizedTensor, done: Measured) -> Callab
 
 def scaled_mm(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
     """a [T, K] @ b [N, K]^T by torch, which takes the scales of a column of groups side by side."""
-    scales = {"scale_a": a.scale_inv.t().contiguous().t(), "scale_b": b.scale_inv.t()}
+    columns = b.scale_inv.t().contiguous() if b.spec.granularity == "token_group" else b.scale_inv.t()
+    scales = {"scale_a": a.scale_inv.t().contiguous().t(), "scale_b": columns}
     return torch._scaled_mm(a.data, b.data.t(), out_dtype=torch.bfloat16, **scales)
 
 

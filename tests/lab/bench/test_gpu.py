@@ -22,7 +22,7 @@ from lab.bench import runner
 from lab.bench.gpu import bits, products, sync
 from lab.bench.gpu.__main__ import main, measure_all
 from lab.bench.gpu.fifteen.fat import only
-from lab.bench.gpu.measure import Measured, Sizes, Stopwatch
+from lab.bench.gpu.measure import Measured, Shape, Sizes, Stopwatch
 from lab.bench.gpu.parts import PARTS, measure
 from lab.bench.journal import Journal, Report, read
 from lab.studies.harness.lab import in_own_process
@@ -30,10 +30,20 @@ from tests.support.gpu_parts import part
 from tests.support.ranks import WARM
 from tests.support.servers import wait_until
 
-EQUAL = {"exactness": 1, "graph": 2, "vocabulary": 3, "trees": 2, "sync": 1, "transport": 1, "steps": 3}
+EQUAL = {
+    "exactness": 1,
+    "graph": 2,
+    "vocabulary": 3,
+    "trees": 2,
+    "sync": 1,
+    "transport": 1,
+    "steps": 3,
+    "candidates": 1,
+}
 EQUAL |= dict.fromkeys(("deepgemm", "bits", "launch", "quantizers", "gemms", "grouped", "stack"), 0)
 """In how many ways each part finds that both sides are equal."""
 TRAINERS = ("steps", "stack")
+EXPERTS = Shape("experts", 192, 384, 8, 1)
 
 
 def rehearsed(name: str, folder: Path) -> Report:
@@ -74,6 +84,20 @@ def test_another_product_than_ours_is_told_from_ours_by_its_bits(tmp_path: Path)
         assert (dense.value > 0) == different and experts.value == 0
         checked = [row for row in done.rows if "checked" in row]
         assert [row["numbers"] for row in checked] == [16 * 128, 3 * 128 * 128]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("programs", [1, 3])
+def test_specialised_warps_give_our_bits_whatever_the_shapes(
+    tmp_path: Path, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of experts without rows, of tiles that are not full, and of programs that take several tiles."""
+    monkeypatch.setattr("fp8rl.numerics.kernels.products.gemm.programs", lambda device: programs)
+    sizes = replace(Sizes.tiny(), tokens=(1, 300), dense=(Shape("dense", 320, 1024),), experts=(EXPERTS,))
+    done = Measured(tmp_path, lambda line: None)
+    products.candidates(done, sizes, Stopwatch("cpu"))
+    (result,) = done.results
+    assert (result.value, result.parts["of"]) == (0, 301 * (320 + 1024 + 192) + 2 * (320 * 1024 + 8 * 192 * 384))
 
 
 @pytest.mark.slow

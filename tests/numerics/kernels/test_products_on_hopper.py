@@ -3,7 +3,7 @@ and that the variants of an op compute the same in their loops over K, so that s
 
 import pytest
 
-from tests.support.sass import arithmetic
+from tests.support.sass import arithmetic, named
 
 SCRIPT = """
 import dataclasses
@@ -15,6 +15,7 @@ from fp8rl.numerics.kernels.products.gemm import gemm
 from fp8rl.numerics.kernels.products.grouped import grouped_wgrad, grouped_wgrad_matmul
 from fp8rl.numerics.kernels.products.low_rank import low_rank_product
 from fp8rl.numerics.kernels.products.tiles import Tiles
+from lab.bench.gpu import specialized
 from tests.support.hopper import compiled_only
 
 def tensor(*shape, format="e4m3", granularity="token_group"):
@@ -61,12 +62,16 @@ with compiled_only(loops=True) as found:
     note("FP8 in slices, short", gemm, few, weight, half, 2)
     note("FP8, short", gemm, tensor(256, 2048), stack, half, tiles=short)
     note("FP8 plus, short", gemm, few, weight, half, plus=plus[:32])
+    note("FP8 specialized", specialized.product, rows, weight, half)
+    note("FP8 specialized", specialized.product, rows, stack, half, tall)
+    note("FP8 specialized gradient", specialized.product, a, b, full)
+    note("FP8 specialized gradient", specialized.grouped_wgrad, a, b, tall, full)
     for rank, parts in ((8, 3), (64, 2)):
         note("adapter", low_rank_product, *(y[:, : rank * parts].contiguous() for y in (x, x[:1536])), 2.0, parts, None)
 """
 
 
-@pytest.mark.slow  # 27 kernels to compile
+@pytest.mark.slow  # 31 kernels to compile
 def test_everything_fits_and_runs_on_the_tensor_core(kernels):
     """227 KiB of shared memory, and no number of a sum outside the registers. One instruction for all products of a
     kind: tiles differ in what they hold, not in how they add. Two tiles of 64 rows fit on a multiprocessor, in its
@@ -85,15 +90,16 @@ def test_everything_fits_and_runs_on_the_tensor_core(kernels):
             assert 2 * kernel["shared"] <= 227 * 1024 and 2 * 128 * kernel["registers"] <= 65536
 
 
+def step(kernel):
+    smallest = min(kernel["arithmetic"], key=lambda loop: sum(loop.values()))
+    return [{text: count for text, count in smallest.items() if not text.startswith(("MUFU.RCP", "F2FP"))}]
+
+
 @pytest.mark.slow
 def test_variants_add_up_in_one_order(kernels):
     """Products tall, short, grouped tall and short; gradients of weights dense in FP32 and BF16, of few rows, grouped,
     and added to what is there. Of a gradient a step over K, apart from the tiles' places and the rounding of a finished
     tile, which the compiler draws into some of the loops."""
-
-    def step(kernel):
-        smallest = min(kernel["arithmetic"], key=lambda loop: sum(loop.values()))
-        return [{text: count for text, count in smallest.items() if not text.startswith(("MUFU.RCP", "F2FP"))}]
 
     for op, count, least in (
         ("FP8", 4, 30), ("FP8 in slices", 2, 30), ("FP8 plus", 2, 30), ("E5M2", 2, 30), ("BF16", 2, 30),
@@ -103,6 +109,16 @@ def test_variants_add_up_in_one_order(kernels):
         first, *others = [step(each) if "gradient" in op else each["arithmetic"] for each in variants]
         assert len(variants) == count and all(other == first for other in others), op
         assert len(first) == 2 - ("gradient" in op) and all(sum(loop.values()) >= least for loop in first), op
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("op", "like"), [("FP8 specialized", "FP8"), ("FP8 specialized gradient", "FP8 gradient")])
+def test_specialised_warps_add_up_in_the_same_order_and_wait_for_tiles_alone(kernels, op, like):
+    """The loops of the two groups that multiply. What follows them there is where a group waits for a tile."""
+    (ours, *_), theirs = (named(kernels, name) for name in (like, op))
+    assert len(theirs) == 2 and all(step(each) == step(ours) for each in theirs)
+    assert min(ours["barriers"]) >= 3 and all(each["barriers"][:2] == [0, 0] for each in theirs)
+    assert all(each["registers"] <= 168 for each in theirs), "of 384 threads"
 
 
 LOOP = "/*0000*/ HGMMA.64x8x16.F32.BF16 R0, R20, gdesc[UR8], R0, gsb0 ;\n"

@@ -64,11 +64,8 @@ class Tracker:
 
     @staticmethod
     def variables(run: Tracked) -> dict[str, str]:
-        """Return the environment variables that the tracker reads or sets, and that other code does not need.
-
-        They are set before the thread begins, and removed at the end. In C, a new variable moves the list of all
-        variables, and code in other threads that reads the list at this moment crashes.
-        """
+        """Return environment variables that the tracker reads or sets. They are made before the thread begins, since
+        a new one moves the list of all in C, where code of another thread may be reading it, and crash."""
         return {}
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -95,7 +92,6 @@ def check_trackers(names: Iterable[str]) -> None:
             raise user_error("tracking.to", name, f"the package {name}, which is not installed", remedy)
 
 
-def tracker(name: str) -> type[Tracker]:
+def tracker(name: str) -> Any:
     """Return the class of the tracker of this name."""
-    found: type[Tracker] = getattr(import_module(f"fp8rl.rl.record.trackers.to_{name}"), TRACKERS[name])
-    return found
+    return getattr(import_module(f"fp8rl.rl.record.trackers.to_{name}"), TRACKERS[name])
