@@ -48,9 +48,9 @@ def stack_digests(stacks: Sequence[Tensor]) -> list[str]:
     # Each chunk has a weight of its own, so that two swapped chunks change the sums.
     tensor_of, within = numbered(counts)
     weighted = chunk_sums(words).cpu() * _odd(_OF_CHUNKS + torch.stack((within, within + counts[tensor_of])))
-    sums = iter(weighted.new_zeros(2, len(counts)).index_add_(1, tensor_of, weighted).t().tolist())
+    sums = zip(*weighted.new_zeros(2, len(counts)).index_add_(1, tensor_of, weighted).tolist(), strict=True)
     kinds = [(f"{stack.dtype}|{tuple(stack.shape[1:])}|", len(stack)) for stack in stacks]
-    texts = [f"{kind}{both}" for kind, count in kinds for both in itertools.islice(sums, count)]
+    texts = [f"{kind}[{a}, {b}]" for kind, count in kinds for a, b in itertools.islice(sums, count)]
     return [hashlib.blake2b(text.encode(), digest_size=16).hexdigest() for text in texts]
 
 
