@@ -21,7 +21,7 @@ part 70 gemms grouped quantizers vocabulary sync launch
 part 90 steps stack
 timeout "$(left $((30 * SLOWER)))" python3 -m pytest -q -p no:cacheprovider tests/numerics/test_cuda.py ${REHEARSE:+--collect-only} > "$OUT/tests.log" 2>&1
 say "tests: exit code $?"
-part 40 candidates
+part 50 candidates
 part 30 trees
 tail -c 2500 "$OUT/parts.log"
 tail -n 5 "$OUT/tests.log"
