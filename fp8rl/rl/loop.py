@@ -138,7 +138,7 @@ def rollout_records(rollouts: RolloutBatch, train_logprobs: Tensor) -> list[Roll
         return []
     batch = rollouts.batch
     means = row_abs_diff_means(train_logprobs, batch.fields["rollout_logprobs"], batch.loss_mask)
-    records = []
+    records: list[RolloutRecord] = []
     groups = rollouts.outcomes.groups.tolist()
     for row, (answer, group, mean) in enumerate(zip(rollouts.answers, groups, means, strict=True)):
         trajectory, sampled = answer.trajectory, batch.loss_mask[row]
@@ -164,6 +164,7 @@ def rollout_records(rollouts: RolloutBatch, train_logprobs: Tensor) -> list[Roll
                 outcome=trajectory.outcome,
                 teacher_logprobs=answer.teacher_logprobs,
                 supports=None if (kept := trajectory.supports) is None or kept.logprobs is not None else kept.lists(),
+                reference=None if records and records[-1].group == group else answer.problem.answer,
             )
         )
     return records

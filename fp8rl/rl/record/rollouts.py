@@ -38,7 +38,7 @@ class RolloutRecord:
     group: int
     """The number of the prompt in the step."""
     seed: int
-    """The seed by which the tokens were drawn."""
+    """The seed of the tokens' draws."""
     finished: bool
     """The model ended the answer itself."""
     prompt_ids: list[int]
@@ -66,6 +66,8 @@ class RolloutRecord:
     supports: list[list[int]] | None = None
     """The ids that each of the model's tokens was drawn from under top-p, top-k or min-p; None if the trainer's own
     logits give them."""
+    reference: str | None = None
+    """The reference answer, on the first trajectory of each prompt."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,8 +101,9 @@ def shown(records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
 
 def _line(record: RolloutRecord | ScoredRecord) -> str:
     values = dict(vars(record))  # `asdict` would copy every token
-    if values.get("supports", ()) is None:
-        del values["supports"]  # older files have no such key
+    for name in ("supports", "reference"):
+        if values.get(name, ()) is None:
+            del values[name]  # older files have no such key
     for name in ("rollout_logprobs", "train_logprobs"):
         values[name] = [x if math.isfinite(x) else None for x in values[name]]
     return json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n"

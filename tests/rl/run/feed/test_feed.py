@@ -367,6 +367,7 @@ def test_a_teachers_logprobs_stand_beside_the_engines_and_make_the_advantages(da
     assert (batch.fields["teacher_logprobs"][~mask] == 0).all()
     records = rollout_records(work, torch.zeros(batch.tokens.shape))
     assert [record.teacher_logprobs for record in records] == [[-1.0, -2.0]] * PROMPTS * SIZE
+    assert [record.reference for record in records] == ["#### 1", None] * PROMPTS, "one for each prompt"
     ahead = feed.ahead(StepClock())
     assert ahead is not None and ahead.batch.fields.keys() == {"rollout_logprobs"}, "nothing is learnt from them"
     engines.sampling.judge.close()
