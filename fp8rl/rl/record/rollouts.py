@@ -52,7 +52,7 @@ class RolloutRecord:
     weight_versions: list[int]
     """The weight versions that sampled the model's tokens."""
     advantage: float | None
-    """The advantage of the answer's first token; None before training."""
+    """The advantage of the answer's first token; None if not finite."""
     reward_parts: dict[str, float] = dataclasses.field(default_factory=dict)
     """The value of each reward function."""
     told: list[tuple[int, int]] = dataclasses.field(default_factory=list)
@@ -104,6 +104,8 @@ def _line(record: RolloutRecord | ScoredRecord) -> str:
     for name in ("supports", "reference"):
         if values.get(name, ()) is None:
             del values[name]  # older files have no such key
+    if not math.isfinite(values.get("advantage") or 0.0):  # of an algorithm whose loss is not finite
+        values["advantage"] = None
     for name in ("rollout_logprobs", "train_logprobs"):
         values[name] = [x if math.isfinite(x) else None for x in values[name]]
     return json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n"
