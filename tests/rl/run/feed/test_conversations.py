@@ -40,6 +40,9 @@ async def hangs(conversation):
     await conversation.sample()
     await asyncio.sleep(600)
 
+async def asks(conversation):
+    raise TimeoutError("of a request")
+
 async def blocks(conversation):
     time.sleep(3)
 
@@ -116,6 +119,7 @@ def test_each_answer_is_a_conversation_of_its_own_length_at_one_engine(make: Mak
     [
         ("raises", "KeyError: 'no such thing'"),
         ("hangs", "it took more than 0.5 s between two turns (environment.timeout_s)"),
+        ("asks", "TimeoutError: of a request"),
         ("tokens", "it returned list [5, 6, 7], expected nothing, a number or named numbers, finite in FP32; text"),
         ("silent", "it ended before the model's first turn, expected it to call sample()"),
     ],
