@@ -77,6 +77,12 @@ class Judge:
             events or Events(),
         )
 
+    def without_teacher(self) -> Judge:
+        """Return this judge without its teacher, with the same processes, for answers that are not trained on."""
+        judge = copy.copy(self)
+        judge._teacher = None
+        return judge
+
     def begin(
         self, prompt: Prompt, answers: Sequence[Trajectory] | Future[list[Trajectory]]
     ) -> Future[list[JudgedAnswer]]:
