@@ -102,10 +102,11 @@ def _early(last: int, spec: str, sessions: Sequence[Session]) -> list[str]:
 
 def _events(title: str, events: Sequence[Event], run: RunDir) -> Section:
     columns: list[Column] = [("Step", "n"), ("Action", "code"), ("Why", ""), ("Capsule", "code")]
-    rows = [
-        (event.step, event.action, event.text, f"fp8rl explain {run.path}/{event.capsule}" if event.capsule else "")
-        for event in events
-    ]
+    rows = []
+    for event in events:
+        kept = event.capsule is not None and (run.path / event.capsule).is_dir()  # a run keeps only some capsules
+        command = f"fp8rl explain {run.path}/{event.capsule}" if kept else ""
+        rows.append((event.step, event.action, event.text, command))
     return Section(title, Table(columns, rows, "When, what and why")) if rows else Section(title)
 
 

@@ -139,6 +139,8 @@ def test_interventions_are_listed_with_their_capsules(tmp_path: Path) -> None:
     assert "Interventions" not in page_of(run)
     append_entry(run.events, Event(1, "tracking/resumed", 1.0, "above 0", "resume", None, "resumed after step 1"))
     append_entry(run.events, Event(1, "train/loss", None, "not finite", "skip_step", "capsules/step_1", "because <b>"))
+    assert "fp8rl explain" not in page_of(run), "a run keeps only some of its capsules"
+    run.capsule(1).mkdir(parents=True)
     page = page_of(run)
     assert "1 intervention, 0 steps not trained on. The first, step 1: because &lt;b&gt;." in page
     assert f"fp8rl explain {run.path}/capsules/step_1" in page
