@@ -170,6 +170,5 @@ def test_samples_stand_beside_their_reference_and_the_parts_of_their_reward(tmp_
     values = sample("4") | {"reward_parts": {"right": 1.0, "short": -0.25}}
     run = make_run(tmp_path, {1: step_metrics(1)}, {1: [values]})
     assert "<th>Reference</th>" not in page_of(run), "older runs have not kept it"
-    run = make_run(tmp_path / "new", {1: step_metrics(1)}, {1: [values | {"reference": "<#### 4>"}]})
-    page = page_of(run)
+    page = page_of(make_run(tmp_path / "new", {1: step_metrics(1)}, {1: [values | {"reference": "<#### 4>"}]}))
     assert re.search(r"<td class=\"text\">&lt;#### 4&gt;</td>\s*<td class=\"n\">1<br>.*right 1.*short -0.25", page)
