@@ -12,6 +12,7 @@ from fp8rl.rl.guard.gates import late_metrics
 from fp8rl.rl.guard.guard import Guard
 from fp8rl.rl.guard.scored_batch import ScoredBatch
 from fp8rl.rl.mismatch.logprobs import row_abs_diff_means
+from fp8rl.rl.record.history import Event
 from fp8rl.rl.record.metrics_log import StepClock
 from fp8rl.rl.record.rollouts import RolloutRecord, ScoredRecord
 from fp8rl.rl.record.run_dir import set_aside
@@ -39,6 +40,7 @@ def train(run: Run) -> str:
         feed.restore(record.feed)
     last_row = record.last_row
 
+    run.metrics()  # reset: what came before the first step belongs to no row
     clock, bias = StepClock(), BiasWindow()
     for step in record.steps():
         rollouts = feed.take(step, trainer.weight_version, clock, record.tracker.write)
@@ -56,6 +58,9 @@ def train(run: Run) -> str:
             capsule = None if first.monitored is None else record.capsule
             verdict = guard.judge(step, late_metrics(last_row) | metrics, first.fault, capsule)
             run.keep(verdict, first)
+            if first.monitored is not None and not bool(first.monitored.fresh.any()):
+                text = "found no token of the trainer's own weights to compare"
+                record.announce(Event(step, "mismatch/tokens", 0.0, "at least 1", "go_on", None, text))
             if verdict.retry:  # a gate has changed the objective or the routes
                 with clock.phase("train"):
                     passed = replace(forward_backward(trainer, rollouts, guard), ahead=first.ahead)
@@ -108,7 +113,6 @@ def _first_sync(run: Run, evaluation: Evaluation, guard: Guard) -> None:
     """
     first, record = run.sync(), run.record
     record.console.note(f"first sync verified: {first.verified_tensors} tensors, {first.bytes / 1e6:.1f} MB")
-    run.metrics()  # reset: what came before step 1 belongs to no row
     if record.step == 0:
         evaluation.begin(0)
         evaluated, greedy = evaluation.finish()
@@ -138,7 +142,7 @@ def rollout_records(rollouts: RolloutBatch, train_logprobs: Tensor) -> list[Roll
         return []
     batch = rollouts.batch
     means = row_abs_diff_means(train_logprobs, batch.fields["rollout_logprobs"], batch.loss_mask)
-    records = []
+    records: list[RolloutRecord] = []
     groups = rollouts.outcomes.groups.tolist()
     for row, (answer, group, mean) in enumerate(zip(rollouts.answers, groups, means, strict=True)):
         trajectory, sampled = answer.trajectory, batch.loss_mask[row]
@@ -164,6 +168,7 @@ def rollout_records(rollouts: RolloutBatch, train_logprobs: Tensor) -> list[Roll
                 outcome=trajectory.outcome,
                 teacher_logprobs=answer.teacher_logprobs,
                 supports=None if (kept := trajectory.supports) is None or kept.logprobs is not None else kept.lists(),
+                reference=None if records and records[-1].group == group else answer.problem.answer,
             )
         )
     return records

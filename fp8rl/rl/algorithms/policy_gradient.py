@@ -59,8 +59,7 @@ class PolicyGradient(AlgorithmConfig):
     """Where the old log-probabilities of the policy ratio come from. `recompute`: from the trainer, before the first
     update of the batch. With one update they are the training pass's own, and the ratio is 1. `bypass`: from the
     engine, so that the clip acts on the change of the policy since a token was sampled; no importance weight is used.
-    On tokens that the trainer's current weights have sampled, exact mode gives both the same bits. Null: `bypass` with
-    `rollout.staleness`, else `recompute`."""
+    Null: `bypass` with `rollout.staleness`, unless `rejection`, `veto` or `centering` is set; else `recompute`."""
     centering: int | None = Field(default=None, ge=1, le=256)
     """Centre each token's score over this number of the engine's likeliest tokens (arXiv 2609.20807), so that a bias
     between the two sides does not add up. Null: off. In exact mode tokens of the trainer's weights need no centring."""

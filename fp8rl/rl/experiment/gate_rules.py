@@ -188,9 +188,9 @@ def _known(name: str, experiment: Experiment) -> Sequence[str] | None:
         name = "/".join(name.split("/")[:3])
     elif name.startswith("eval/") and name != "eval/at_step":
         if experiment.data.eval is not None:
-            known += ["eval/accuracy", "eval/problems"]
+            known += ["eval/accuracy", "eval/problems", "eval/graded"]
         for held_out in experiment.eval.sets:
-            names = ["accuracy", "problems", "finished_fraction", "response_tokens_mean"]
+            names = ["accuracy", "problems", "graded", "finished_fraction", "response_tokens_mean"]
             names += [f"avg@{held_out.samples}"] * (held_out.samples > 1) + [f"pass@{k}" for k in held_out.pass_at]
             known += [f"eval/{held_out.name}/{name}" for name in names]
     else:

@@ -66,10 +66,9 @@ class StepClock:
     """Times steps and their phases. A step lasts from one `lap` to the next, so that nothing goes uncounted."""
 
     def __init__(self) -> None:
-        self.restart()
+        self._begin()
 
-    def restart(self) -> None:
-        """Begin a step now."""
+    def _begin(self) -> None:
         self._start = time.perf_counter()
         self._phases: dict[str, float] = {}
         self._within = 0.0
@@ -93,6 +92,6 @@ class StepClock:
         """
         step = time.perf_counter() - self._start
         phases = self._phases
-        self.restart()
+        self._begin()
         named = {f"perf/{name}_seconds": seconds for name, seconds in phases.items() if name != "sync"}
         return named | {"perf/step_seconds": step, "perf/overhead_seconds": step - sum(phases.values())}

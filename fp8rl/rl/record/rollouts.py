@@ -38,7 +38,7 @@ class RolloutRecord:
     group: int
     """The number of the prompt in the step."""
     seed: int
-    """The seed by which the tokens were drawn."""
+    """The seed of the tokens' draws."""
     finished: bool
     """The model ended the answer itself."""
     prompt_ids: list[int]
@@ -52,7 +52,7 @@ class RolloutRecord:
     weight_versions: list[int]
     """The weight versions that sampled the model's tokens."""
     advantage: float | None
-    """The advantage of the answer's first token; None before training."""
+    """The advantage of the answer's first token; None if not finite."""
     reward_parts: dict[str, float] = dataclasses.field(default_factory=dict)
     """The value of each reward function."""
     told: list[tuple[int, int]] = dataclasses.field(default_factory=list)
@@ -66,6 +66,8 @@ class RolloutRecord:
     supports: list[list[int]] | None = None
     """The ids that each of the model's tokens was drawn from under top-p, top-k or min-p; None if the trainer's own
     logits give them."""
+    reference: str | None = None
+    """The reference answer, on the first trajectory of each prompt."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,8 +101,11 @@ def shown(records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
 
 def _line(record: RolloutRecord | ScoredRecord) -> str:
     values = dict(vars(record))  # `asdict` would copy every token
-    if values.get("supports", ()) is None:
-        del values["supports"]  # older files have no such key
+    for name in ("supports", "reference"):
+        if values.get(name, ()) is None:
+            del values[name]  # older files have no such key
+    if not math.isfinite(values.get("advantage") or 0.0):  # of an algorithm whose loss is not finite
+        values["advantage"] = None
     for name in ("rollout_logprobs", "train_logprobs"):
         values[name] = [x if math.isfinite(x) else None for x in values[name]]
     return json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n"

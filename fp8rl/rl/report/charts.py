@@ -17,6 +17,8 @@ from fp8rl.rl.report.summary import evaluated_at
 Chart = dict[str, Any]
 """`title`, `note` (what to look for), `traces` with x, y, name, and `y`: plotly settings of the value axis."""
 
+HELD_OUT = "Held-out accuracy"
+"""Title of the chart of held-out problems, if their rewards are all 0 or 1."""
 AGE = "Age of the tokens"
 """Title of the chart of tokens by the age of the weights that sampled them."""
 TIME = "Time per step"
@@ -50,7 +52,7 @@ SECTIONS: dict[str, dict[str, ChartStyle]] = {
         "Reward": ChartStyle("Mean over the answers of each step.", "mean reward"),
         "Parts of the reward": ChartStyle("Each function's mean, without its weight.", "mean"),
         "Outcomes of the environment": ChartStyle("Mean over the answers of each number that it returned.", "mean"),
-        "Held-out accuracy": ChartStyle(
+        HELD_OUT: ChartStyle(
             "Greedy decoding, unless a set has a temperature; step 0 is before training.", "fraction solved", "share"
         ),
         "Groups of equal rewards": ChartStyle(
@@ -168,16 +170,17 @@ def _grouped(runs: Sequence[Drawn]) -> list[Section]:
 
 
 def _chart(title: str, look: ChartStyle, runs: Sequence[Drawn]) -> Chart:
-    several = len(runs) > 1
+    several, shown_as = len(runs) > 1, title
     if title == TIME and several:
         look = ChartStyle("Wall time of a step.", look.unit, look.scale)
+    if title == HELD_OUT and held_out_is(*(row for _, rows, _ in runs for row in rows)) == "reward":
+        shown_as, look = "Held-out reward", ChartStyle(look.note, "mean reward")
     note, traces = look.note, []
     for index, (name, rows, curves) in enumerate(runs):
         wanted = curves.get(title, [])
-        if title.startswith("Held-out"):
+        if title == HELD_OUT:
             rows = [{**row, "step": evaluated_at(row)} for row in rows]
-            if held_out_is(*rows) == "reward":
-                title, look = "Held-out reward", ChartStyle(look.note, "mean reward")
+            if shown_as != HELD_OUT:
                 wanted = [(measured, label.replace("accuracy", "reward")) for measured, label in wanted]
         if title == "Duration" and rows and "sync/seconds" in rows[0]:
             # The first sync also compiles and maps memory. Next to it the others would be a flat line.
@@ -202,7 +205,7 @@ def _chart(title: str, look: ChartStyle, runs: Sequence[Drawn]) -> Chart:
     traces = [trace for trace in traces if trace["x"]]
     positive = any(value > 0 for trace in traces for value in trace["y"])
     axis = _AXES[look.scale if look.scale != "log" or positive else "plain"]
-    return {"title": title, "note": note, "traces": traces, "y": {"title": look.unit, **axis}}
+    return {"title": shown_as, "note": note, "traces": traces, "y": {"title": look.unit, **axis}}
 
 
 _COLORS = 5

@@ -10,18 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from importlib import resources
-from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import jinja2
 import plotly.offline
 
-from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.core.files import write_atomically
-from fp8rl.rl.experiment import read_resolved
-from fp8rl.rl.record.run_dir import RunDir
-from fp8rl.rollout.tasks.data import load_problems
 
 Tone = Literal["good", "bad", "neutral"]
 Column = tuple[str, Literal["", "n", "text", "code"]]
@@ -130,32 +125,3 @@ def write_page(
 
 def _read(name: str) -> str:
     return resources.files("fp8rl.rl.report").joinpath("templates", name).read_text(encoding="utf-8")
-
-
-# The reference answers of the questions that a report shows, read from the run's data if they are still there.
-
-MOST_READ = 100_000
-"""Most problems of a source that `references` searches."""
-
-
-def references(run: RunDir, questions: set[str]) -> dict[str, str]:
-    """Return the reference answers of questions, by question, for which the run's training data have one answer.
-
-    Rollouts do not record references. The data may have been moved, and the spec may be damaged. Questions that are not
-    found are left out.
-    """
-    found: dict[str, set[str]] = {}
-    try:
-        sources = read_resolved(run.experiment).data.training if questions else ()
-    except UserError:
-        return {}
-    for source in sources:
-        if not Path(source.path).exists():
-            continue
-        try:
-            for problem in islice(load_problems(source), MOST_READ):
-                if problem.question in questions:
-                    found.setdefault(problem.question, set()).add(problem.answer)
-        except UserError:
-            continue
-    return {question: next(iter(answers)) for question, answers in found.items() if len(answers) == 1}

@@ -22,7 +22,7 @@ from fp8rl.rl.record.rollouts import RolloutRecord, rollouts_found, shown
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.report import page
 from fp8rl.rl.report.charts import sections
-from fp8rl.rl.report.page import Charts, Code, Column, Section, Table, Tile, Tone, references
+from fp8rl.rl.report.page import Charts, Code, Column, Section, Table, Tile, Tone
 from fp8rl.rl.report.summary import RunSummary, summarize, verdict
 
 MARK, PART = Markup("<mark>{}</mark>"), Markup('<br><span class="dim">{} {}</span>')
@@ -68,7 +68,7 @@ def write_report(run_dir: str | Path) -> tuple[Path, list[str]]:
                 _events("Warnings", summary.warnings, run),
                 _events("What it went on with", others, run),
                 _answers(found_samples),
-                _samples(run, found_samples),
+                _samples(found_samples),
                 Section("Reference", *_facts(sessions), _metric_table(rows), Code("Resolved spec", spec)),
             ],
             tiles=_tiles(summary, rows),
@@ -102,10 +102,11 @@ def _early(last: int, spec: str, sessions: Sequence[Session]) -> list[str]:
 
 def _events(title: str, events: Sequence[Event], run: RunDir) -> Section:
     columns: list[Column] = [("Step", "n"), ("Action", "code"), ("Why", ""), ("Capsule", "code")]
-    rows = [
-        (event.step, event.action, event.text, f"fp8rl explain {run.path}/{event.capsule}" if event.capsule else "")
-        for event in events
-    ]
+    rows = []
+    for event in events:
+        kept = event.capsule is not None and (run.path / event.capsule).is_dir()  # a run keeps only some capsules
+        command = f"fp8rl explain {run.path}/{event.capsule}" if kept else ""
+        rows.append((event.step, event.action, event.text, command))
     return Section(title, Table(columns, rows, "When, what and why")) if rows else Section(title)
 
 
@@ -129,10 +130,10 @@ def _answers(found: Found) -> Section:
     return Section("Answers", Charts(charts)) if any(records for _, records, _ in found) else Section("Answers")
 
 
-def _samples(run: RunDir, found: Found) -> Section:
-    """Show answers of a few steps, the newest step unfolded, with the references that the run's data still have."""
+def _samples(found: Found) -> Section:
+    """Show answers of a few steps, the newest step unfolded, with their references, which older runs have not kept."""
     samples = [(step, shown(records)) for step, records, _ in found]
-    known = references(run, {record.prompt for _, records in samples for record in records})
+    known = any(record.reference is not None for _, records in samples for record in records)
     columns: list[Column] = [("Prompt", "text"), ("Answer of the model", "text"), ("Reference", "text")]
     columns = [*columns[: 3 if known else 2], ("Reward", "n"), ("Mean |d|", "n")]
     tables = []
@@ -143,7 +144,7 @@ def _samples(run: RunDir, found: Found) -> Section:
             parts = record.reward_parts if len(record.reward_parts) > 1 else {}
             reward = [f"{record.reward:g}", *(PART.format(part, f"{value:g}") for part, value in parts.items())]
             d = "" if record.abs_diff_mean is None else format_difference(record.abs_diff_mean)
-            answer = (Markup("").join(turns), *((known.get(record.prompt, ""),) if known else ()))
+            answer = (Markup("").join(turns), *([record.reference or ""] if known else []))
             rows.append((record.prompt, *answer, Markup("").join(reward), d))
         tables.append(Table(columns, rows, f"Step {step}", open=step == samples[-1][0]))
     return Section("Sample rollouts", *tables)

@@ -86,7 +86,7 @@ class Evaluation:
         """closing: ends the judges of sets with rewards of their own."""
         self._experiment, self._sampling = experiment, sampling
         self._sets = list(held_out(experiment, sampling.tokenizer))
-        self._judges = [sampling.judge for _ in self._sets]
+        self._judges = [sampling.judge.without_teacher() for _ in self._sets]
         for index, each in enumerate(self._sets):
             if each.rewards_key:
                 events = sampling.syncing.events

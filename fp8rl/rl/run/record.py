@@ -93,7 +93,8 @@ class Record:
         self.events.subscribe(self.note)
         self.events.progress = self.console.progress
         if resumed:
-            why = f"lost ({sessions[-1].why}), and " if self.again and sessions else ""
+            why = f" ({sessions[-1].why})" if sessions and sessions[-1].why else ""  # none if Ray has ended the process
+            why = f"lost{why}, and " if self.again else ""
             anew = begins_anew(files, self.step) if self.step else ""
             self.note(RESUMED, 1, f"{why}resumed after step {self.step}{anew}")
 

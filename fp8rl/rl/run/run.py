@@ -19,7 +19,6 @@ from fp8rl.rl.experiment.budget.fit import with_own_cache
 from fp8rl.rl.guard.capsule import export_weights, remove_superfluous, write_capsule
 from fp8rl.rl.guard.guard import Verdict
 from fp8rl.rl.record.console import CONSOLE
-from fp8rl.rl.record.history import Event
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.run.checkpoints import with_older
 from fp8rl.rl.run.cluster.cluster import end_at_once, ray_cluster
@@ -167,9 +166,6 @@ class Run:
             remove_superfluous(record.files, guard.capsules)
         for event in verdict.events:
             record.announce(event)
-        if scored is not None and not bool(scored.fresh.any()):
-            text = "found no token of the trainer's own weights to compare"
-            record.announce(Event(record.step, "mismatch/tokens", 0.0, "at least 1", "go_on", None, text))
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of engines and of device turns since the last call."""

@@ -182,7 +182,7 @@ def plan_updates(
     """
     needs, scored, used = algorithm.needs, None, used_tokens(batch)
     scores = {}
-    if needs.old_logprobs:
+    if needs.old_logprobs or algorithm.updates > 1:  # also for a user's class whose `needs` leaves them out
         scored = trainer.score_routed(batch)
         scores["old_logprobs"] = scored.logprobs
     if needs.reference:

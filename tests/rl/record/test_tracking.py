@@ -6,6 +6,7 @@ import dataclasses
 import importlib.metadata
 import json
 import logging
+import math
 import threading
 import time
 import warnings
@@ -29,8 +30,9 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def test_a_run_without_trackers_has_its_own_files(run: RunDir) -> None:
+    records = [*RECORDS[:-1], dataclasses.replace(RECORDS[-1], advantage=math.nan)]  # which is null in the file
     with tracking(run) as tracker:
-        written = tracker.log(1, {"train/loss": 0.5}, lambda: (RECORDS, []))
+        written = tracker.log(1, {"train/loss": 0.5}, lambda: (records, []))
     assert read_metrics(run.metrics) == [{"step": 1, **written}]
     assert rollouts_found(run.rollouts(1)) == (RECORDS, [])
     assert run.rollout_steps() == [1]

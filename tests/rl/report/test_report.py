@@ -139,6 +139,8 @@ def test_interventions_are_listed_with_their_capsules(tmp_path: Path) -> None:
     assert "Interventions" not in page_of(run)
     append_entry(run.events, Event(1, "tracking/resumed", 1.0, "above 0", "resume", None, "resumed after step 1"))
     append_entry(run.events, Event(1, "train/loss", None, "not finite", "skip_step", "capsules/step_1", "because <b>"))
+    assert "fp8rl explain" not in page_of(run), "a run keeps only some of its capsules"
+    run.capsule(1).mkdir(parents=True)
     page = page_of(run)
     assert "1 intervention, 0 steps not trained on. The first, step 1: because &lt;b&gt;." in page
     assert f"fp8rl explain {run.path}/capsules/step_1" in page
@@ -167,15 +169,6 @@ def test_a_run_that_ended_early_says_so_and_where_it_ran(tmp_path: Path) -> None
 def test_samples_stand_beside_their_reference_and_the_parts_of_their_reward(tmp_path: Path) -> None:
     values = sample("4") | {"reward_parts": {"right": 1.0, "short": -0.25}}
     run = make_run(tmp_path, {1: step_metrics(1)}, {1: [values]})
-    assert "<th>Reference</th>" not in page_of(run), "the data are not there any more"
-    data = tmp_path / "data.jsonl"
-    spec = {"model": {"path": "/m"}, "data": {"train": str(data)}, "run": {"name": "demo"}}
-    run.experiment.write_text(yaml.safe_dump(spec))
-    lines = [{"question": "2+2=?", "answer": "<#### 4>"}, {"question": "1+1=?", "answer": "#### 2"}]
-    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    page = page_of(run)
+    assert "<th>Reference</th>" not in page_of(run), "older runs have not kept it"
+    page = page_of(make_run(tmp_path / "new", {1: step_metrics(1)}, {1: [values | {"reference": "<#### 4>"}]}))
     assert re.search(r"<td class=\"text\">&lt;#### 4&gt;</td>\s*<td class=\"n\">1<br>.*right 1.*short -0.25", page)
-    data.write_text("".join(json.dumps({**line, "question": "2+2=?"}) + "\n" for line in lines))
-    assert "<th>Reference</th>" not in page_of(run), "two answers to one question: nobody knows which"
-    data.write_text("broken")
-    assert "<th>Reference</th>" not in page_of(run)

@@ -5,7 +5,7 @@ import pytest
 
 from fp8rl.rl.record.console import step_line
 from fp8rl.rl.record.history import Event
-from fp8rl.rl.report.charts import sections
+from fp8rl.rl.report.charts import overlaid, sections
 from fp8rl.rl.report.page import Charts, Section
 from fp8rl.rl.report.summary import summarize, verdict
 
@@ -172,4 +172,6 @@ def test_only_rewards_of_0_and_1_are_called_an_accuracy() -> None:
         assert ("accuracy" in step_line(1, 2, rows[1]).plain) is not graded
         (chart,) = [each for each in drawn(sections(rows)) if "Held-out" in each["title"]]
         assert chart["title"] == f"Held-out {word}" and chart["traces"][0]["name"] == word
+        (chart,) = [each for each in drawn(overlaid({"a": rows, "b": rows})) if "Held-out" in each["title"]]
+        assert chart["title"] == f"Held-out {word}" and [trace["name"] for trace in chart["traces"]] == ["a", "b"]
     assert summarize([{**before, "eval/accuracy": 1.5}]).held_out == "reward", "of a run before there was eval/graded"

@@ -86,6 +86,7 @@ def test_each_set_has_its_own_sampling_rewards_and_metrics(data: dict[str, str],
     settings = experiment(data=data, eval={"problems": 2, "sets": [{**hard, "pass_at": [1, 2, 4]}, own]})
     first, second = seeds_of(settings, "hard")
     engines = Engines(right={first[0], first[2], second[3]})
+    engines.judge._teacher = pytest.fail  # type: ignore[assignment]  # it is not asked
     with engines.closing, BoundedExitStack() as closing:
         closing.callback(engines.judge.close)
         evaluation = engines.evaluation(settings)

@@ -71,13 +71,15 @@ def test_what_was_started_is_ended_when_a_later_part_fails(tmp_path: Path, monke
     assert "found no room" in files.log.read_text()
 
 
-def test_a_run_has_no_record_of_a_start_before_it_that_reached_no_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("again", [False, True])
+def test_a_run_has_no_record_of_a_start_before_it_that_reached_no_step(again: bool, tmp_path: Path) -> None:
     files = new_run(tmp_path / "it")
     append_entry(files.events, Event(1, "train/loss", 2.0, "above 1", "warn", None, "train/loss is 2"))
     files.capsule(1).mkdir(parents=True)
     with BoundedExitStack() as closing:
-        Record(experiment(tracking={"to": []}), files, closing, [], again=False).begin()
-    assert read_events(files.events) == [] and files.capsule_steps() == []
+        Record(experiment(tracking={"to": []}), files, closing, [], again).begin()
+    assert [event.text for event in read_events(files.events)] == ["lost, and resumed after step 0"] * again
+    assert files.capsule_steps() == []
 
 
 @pytest.mark.parametrize("how", ["deleted", "renamed", "replaced"])

@@ -69,7 +69,7 @@ class OverlongSection(Section):
 
     buffer: int | None = Field(default=None, ge=1)
     """Number of tokens before the limit at which the length penalty begins. The penalty grows with each token, also an
-    environment's. Null: a fifth of `rollout.max_new_tokens`, as in the paper."""
+    environment's. Null: a fifth of `limit`, as in the paper."""
     penalty: float = Field(default=1.0, ge=0.0)
     """The penalty of an answer at the limit."""
     filter: bool = False

@@ -7,11 +7,12 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
 from fp8rl.rl.run.background import Background
-from fp8rl.rl.run.events import ENVIRONMENT_FAILURES, Events, Failures
+from fp8rl.rl.run.events import ENVIRONMENT_FAILURES, Events, Failures, called
 from fp8rl.rollout.tasks.environments import EnvironmentSection
 from fp8rl.rollout.tasks.environments.conversation import Conversation
 from fp8rl.rollout.tasks.environments.functions import load_environment
@@ -91,7 +92,7 @@ class Conversations:
             group.prompt, seed, sampling, sample, self._tokenizer, self._config.timeout_s, self._longest
         )
         try:
-            outcome = _outcome(await conversation.run(self._environment))
+            outcome = _outcome(await conversation.run(partial(called, self._environment)))
             if not conversation.turns:
                 raise ReturnError("it ended before the model's first turn, expected it to call sample()")
         except (EngineError, StaleWeightsError):

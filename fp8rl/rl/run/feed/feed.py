@@ -70,14 +70,14 @@ class Feed:
                 self._group(number)
         kept: list[list[JudgedAnswer]] = []
         dropped: list[list[JudgedAnswer]] = []
-        began = math.inf
+        began, ended = math.inf, 0.0
         while len(kept) < self._size:
             missing = self._size - len(kept)
             if not self._admitted:
                 self._admit_in_place_of(dropped, missing)
             with clock.phase("rollout"):
                 answered = self._answered(missing)
-            began = min(began, *(item.began for item in answered))
+            began, ended = min(began, *(item.began for item in answered)), time.monotonic()
             with clock.phase("reward"):
                 for item in answered:
                     group = [answer for answer in item.judged() if not answer.trajectory.failed]
@@ -90,7 +90,7 @@ class Feed:
             ahead = sum(item.answered for item in self._admitted)
             rollouts.metrics["perf/groups_ahead"] = float(ahead)
             rollouts.metrics["perf/groups_in_flight"] = float(len(self._admitted) - ahead)
-        rollouts.metrics["perf/sampling_seconds"] = time.monotonic() - began
+        rollouts.metrics["perf/sampling_seconds"] = max(0.0, ended - began)
         return rollouts
 
     def ahead(self, clock: StepClock) -> RolloutBatch | None:

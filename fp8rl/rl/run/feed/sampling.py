@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
@@ -23,7 +24,8 @@ _LOOK_SECONDS = 0.1
 
 
 class PendingGroup:
-    """A group that engines were asked for at the monotonic time `began`, and its answers and verdicts as they come.
+    """A group that engines were asked for at the monotonic time `began` (infinite if its answers were there already),
+    and its answers and verdicts as they come.
 
     The future `answers` has the order of the group's seeds. `number`: of the prompt in the run or in its set, from 0.
     """
@@ -41,7 +43,7 @@ class PendingGroup:
     ) -> None:
         """judge: judges the answers as soon as they are there; None: they are not judged."""
         self.group, self.sampling, self.number = group, sampling, number
-        self.began, self.asked_again = time.monotonic(), False
+        self.began, self.asked_again = math.inf if answers.done() else time.monotonic(), False
         self._judge = judge
         self.expect(answers)
 

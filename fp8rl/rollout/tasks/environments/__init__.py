@@ -68,8 +68,8 @@ class EnvironmentSection(Section):
     timeout_s: float = Field(default=60.0, gt=0.0)
     """Seconds that an environment may take before the model's first turn, between two turns, or after the last."""
     max_failures: int = Field(default=32, ge=0)
-    """Number of failures that a run survives. One more ends the run. An environment fails if it raises, takes too long
-    or returns no number. Its answer is not trained on."""
+    """Number of failures that a run survives. An environment fails if it raises, takes too long, never samples, or
+    returns anything but numbers or nothing. Its answer is not trained on."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """More arguments of the function."""
 

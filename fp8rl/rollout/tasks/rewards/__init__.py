@@ -71,8 +71,8 @@ class RewardsSection(Section):
     )
     """The functions that reward an answer."""
     max_failures: int = Field(default=32, ge=0)
-    """Number of failed calls that a run survives. One more ends the run. A call fails if it raises, takes too long or
-    returns no number. Its reward is then 0."""
+    """Number of failed calls that a run survives. A call fails if it raises, takes too long or returns no number. Its
+    reward is then 0."""
     workers: int = Field(default=2, ge=1, le=256)
     """Processes for plain functions. Functions that wait should be `async`, so that hundreds can wait at once."""
 

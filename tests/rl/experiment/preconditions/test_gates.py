@@ -45,20 +45,20 @@ def test_a_metric_of_nothing_that_the_spec_names(values: Any, metric: str, secti
 @pytest.mark.slow
 def test_of_an_own_set_every_metric_may_have_a_gate_and_no_other(values: Any, sets: Any) -> None:
     trajectory = Trajectory([1], [2], [-0.5], True, [0], 0, 0)
-    answer = JudgedAnswer(Problem("q", "1"), trajectory, [], 1.0, {"integer": 1.0})
+    answer = JudgedAnswer(Problem("q", "1"), trajectory, [], 0.5, {"integer": 0.5})
     held = HeldOut("hard", (), SamplingParams(9, 1.0, ()), RewardsSection(), "", (1,))
     written = set_metrics(held, [[answer, answer]])
-    assert len(written) == 6
+    assert len(written) == 7
     for metric in written:
         check(parse_experiment(merged({**values, "gates": gated(metric)}, eval=sets)))
     for metric in ("eval/hard/pass@2", "eval/hard/avg@3"):
         text = refusal({**values, "gates": gated(metric)}, eval=sets)
-        assert f"found '{metric}', expected one of eval/accuracy, eval/problems, eval/hard/accuracy" in text
+        assert f"found '{metric}', expected one of eval/accuracy, eval/problems, eval/graded, eval/hard/" in text
 
 
 def test_a_metric_that_the_run_has(values: Any) -> None:
     judged = {"rewards": {"functions": [*TWO["functions"], {"function": "http", "kwargs": {"url": "http://a"}}]}}
-    for metric in ("rollout/reward/short", "rollout/reward/http/style", "eval/accuracy"):
+    for metric in ("rollout/reward/short", "rollout/reward/http/style", "eval/accuracy", "eval/graded"):
         check(parse_experiment(merged({**values, "gates": gated(metric)}, **judged)))
 
 

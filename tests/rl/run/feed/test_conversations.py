@@ -40,6 +40,9 @@ async def hangs(conversation):
     await conversation.sample()
     await asyncio.sleep(600)
 
+async def asks(conversation):
+    raise TimeoutError("of a request")
+
 async def blocks(conversation):
     time.sleep(3)
 
@@ -116,18 +119,20 @@ def test_each_answer_is_a_conversation_of_its_own_length_at_one_engine(make: Mak
     [
         ("raises", "KeyError: 'no such thing'"),
         ("hangs", "it took more than 0.5 s between two turns (environment.timeout_s)"),
+        ("asks", "TimeoutError: of a request"),
         ("tokens", "it returned list [5, 6, 7], expected nothing, a number or named numbers, finite in FP32; text"),
         ("silent", "it ended before the model's first turn, expected it to call sample()"),
     ],
 )
 def test_an_environment_that_fails_is_counted_and_explained_once(make: Make, function: str, expected: str) -> None:
+    """The first failure is told when it happens, and others when a step ends."""
     conversations = make(function, timeout_s=0.5)
-    answers = begun(conversations, 1, 2).result(timeout=20)
-    assert [answer.failed for answer in answers] == [True, True]
-    conversations.failures.tell()
-    (one, first), other = told(conversations.failures.events)
+    answers = begun(conversations, 1, 2, 3).result(timeout=20)
+    assert [answer.failed for answer in answers] == [True] * 3
+    ((one, first),) = told(conversations.failures.events)
     assert one == 1 and f"the environment {function} has failed, so that nothing is learnt" in first
-    assert expected in first and other == (1, "1 more environments failed")
+    conversations.failures.tell()
+    assert expected in first and told(conversations.failures.events) == [(2, "2 more environments failed")]
 
 
 @pytest.mark.parametrize(
@@ -146,17 +151,6 @@ def test_one_conversation_that_succeeds_leaves_the_others_their_failures(make: M
     conversations = make("sometimes", max_failures=1000)
     answers = begun(conversations, 1, *[2] * 20).result(timeout=20)
     assert [answer.failed for answer in answers] == [answer.seed != 1 for answer in answers]
-
-
-def test_the_first_failure_is_told_when_it_happens_and_others_when_a_step_ends(make: Make) -> None:
-    conversations = make("raises")
-    events = conversations.failures.events
-    begun(conversations, 1, 2).result(timeout=20)
-    assert [count for count, _ in told(events)] == [1]
-    begun(conversations, 3).result(timeout=20)
-    assert told(events) == []
-    conversations.failures.tell()
-    assert told(events) == [(2, "2 more environments failed")]
 
 
 def test_an_error_of_the_engines_is_not_the_environments(make: Make, engines: Engines) -> None:

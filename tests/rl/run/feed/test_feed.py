@@ -248,6 +248,9 @@ def test_answers_to_other_questions_or_of_other_numerics_are_asked_for_again(dat
     other, others = open_feed(data, staleness=1, group_size=3)
     other.restore(kept(feed, tmp_path))
     assert len(others.asked) == PROMPTS
+    same, none = open_feed(data, staleness=1)
+    same.restore(kept(feed, tmp_path))
+    assert none.asked == [] and take(same, 2).metrics["perf/sampling_seconds"] == 0.0, "nothing was sampled"
     feed.renew()
     assert prompts(engines.asked[-PROMPTS:]) == prompts(engines.asked[PROMPTS : 2 * PROMPTS])
     assert not engines.asked[-1].answers.done() and feed.state().answered == []
@@ -367,6 +370,7 @@ def test_a_teachers_logprobs_stand_beside_the_engines_and_make_the_advantages(da
     assert (batch.fields["teacher_logprobs"][~mask] == 0).all()
     records = rollout_records(work, torch.zeros(batch.tokens.shape))
     assert [record.teacher_logprobs for record in records] == [[-1.0, -2.0]] * PROMPTS * SIZE
+    assert [record.reference for record in records] == ["#### 1", None] * PROMPTS, "one for each prompt"
     ahead = feed.ahead(StepClock())
     assert ahead is not None and ahead.batch.fields.keys() == {"rollout_logprobs"}, "nothing is learnt from them"
     engines.sampling.judge.close()

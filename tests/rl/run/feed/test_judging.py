@@ -41,6 +41,9 @@ async def changes(answer, turns, outcome, fields):
 def large(answer):
     return 3e38
 
+async def asks(answer):
+    raise TimeoutError("of a request")
+
 async def blocks(answer):
     time.sleep(1000)
 
@@ -168,6 +171,7 @@ def test_a_teacher_that_finds_a_token_impossible_ends_the_run(make: Make, tokeni
     [
         ("stuck", "it took more than 1 s"),
         ("raises", "ValueError: no such thing?"),
+        ("asks", "TimeoutError: of a request"),
         ("dies", "it ended its process"),
         ("eats", "MemoryError"),
         ("whole", "expected a list of 2 rewards, one per answer"),
