@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -24,6 +25,8 @@ SEEN_ON = "seen on"
 _TIMELY = ("perf/", "memory/")
 _LATER = ("mismatch/bias", "mismatch/context_bias")
 """Metrics that came after the digests were kept."""
+_REFERENCE = re.compile(rb', "reference": "(?:[^"\\]|\\.)*"(?=}\n)')
+"""The reference of a rollout, which came later, too."""
 _SHORT = ("run.steps=3", "eval.problems=16", "rollout.prompts_per_step=8", "tracking.wandb.mode=disabled")
 
 
@@ -113,7 +116,7 @@ def _cpuinfo() -> dict[str, str]:
 def _digest(files: Iterable[Path]) -> str:
     found = hashlib.sha256()
     for path in files:
-        found.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
+        found.update(path.name.encode() + hashlib.sha256(_REFERENCE.sub(b"", path.read_bytes())).digest())
     return found.hexdigest()[:16]
 
 
