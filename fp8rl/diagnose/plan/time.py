@@ -118,7 +118,7 @@ def ratios(
     exact, native, spec = bench["exact"], bench["native"], job.numerics.rollout_spec
     nodes = exact.nodes or Rate(math.inf, math.inf, "not in the bench: a node of `launch`, so kernels take no time")
     for ours, _ in decode if spec.quantized else ():
-        stock = decode_step(job.shape, spec, ours.batch, ours.context, job.engine_tp, "native")
+        stock = replace(ours, kernels=decode_step(job.shape, spec, ours.batch, ours.context, mode="native").kernels)
         answers = f"{ours.batch} answer{'s' * (ours.batch > 1)}"
         work = [(ours.bytes, exact.copy), (ours.kernels, exact.decode.get(ours.batch))]
         measured = _part(f"decoding {answers} ({ours.kernels} kernels)", work, f"`quantizers`, or {answers} of `graph`")
@@ -199,9 +199,8 @@ def products(job: Job, stage: int) -> Iterator[Product]:
 
 
 def operand_bytes(job: Job, each: Product) -> float:
-    """Return the bytes that quantizing reads in BF16 and writes in FP8. Each forward quantizes the input along its
-    features. A backward quantizes the output's gradient along its features or, if the weight has a gradient, both ways
-    at once and the input along the tokens."""
+    """Return the bytes that quantizing reads in BF16 and writes in FP8. Each forward quantizes the input; a backward
+    the output's gradient and, if the weight has a gradient, both also along the tokens (the former with one read)."""
     x, dy = each.rows * each.k, each.rows * each.n
     backward = 3 * dy if job.shape.adapters else 3 * x + 4 * dy
     return each.layers * ((1 + each.repeated) * 3 * x + (backward if job.numerics.trainer == "fp8" else 0.0))
