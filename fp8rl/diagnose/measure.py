@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +15,7 @@ from torch import Tensor
 from fp8rl.diagnose.report import Difference
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.sampling import Truncation
 from fp8rl.rl.mismatch.logprobs import logprob_metrics
 from fp8rl.rl.run.batching import batch_from_trajectories
 from fp8rl.rl.run.feed.feed import to_groups
@@ -50,11 +53,14 @@ def calibration_prompts(run: Run) -> list[Prompt]:
     return prompts + long
 
 
-def sampled_batch(run: Run, prompts: list[Prompt], temperature: float) -> TokenBatch:
-    """Sample ANSWERS to each prompt; batch them as a step would, without advantages."""
+def sampled_batch(run: Run, prompts: list[Prompt], temperature: float, cut: Truncation | None = None) -> TokenBatch:
+    """Sample ANSWERS to each prompt; batch them as a step would, without advantages. cut: None: the spec's."""
     groups = to_groups(prompts, ANSWERS, run_seed=run.experiment.run.seed, step=0)
-    answers, replay = run.sampling.sample(groups, temperature), run.numerics.router_replay == "replay"
-    return batch_from_trajectories(answers, temperature, replay=replay, truncation=run.experiment.rollout.truncation)
+    cut, replay = cut or run.experiment.rollout.truncation, run.numerics.router_replay == "replay"
+    drawn = run.sampling.at(temperature)
+    asked = run.sampling.admit(groups, replace(drawn, **vars(cut), supports=drawn.supports and cut.cuts))
+    answers = [*chain.from_iterable(run.sampling.collect(asked))]
+    return batch_from_trajectories(answers, temperature, replay=replay, truncation=cut)
 
 
 # One rank of the trainer in this process, for what is scored without a run. Megatron is imported here alone.
@@ -72,7 +78,7 @@ def one_rank(config: TrainerSection, numerics: NumericsConfig) -> Iterator[Layou
         from fp8rl.trainer.trainer import check_row_invariance  # Megatron is quiet from here on
 
         if numerics.mode == "exact":
-            check_row_invariance()
+            check_row_invariance(kv=numerics.kv_format)
         yield layout
     finally:
         parallel.shutdown()

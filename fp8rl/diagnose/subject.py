@@ -194,13 +194,13 @@ def check_model(path: Path) -> Model:
 
 
 def _refuse_converted(model: Path) -> None:
-    """Refuse a model that `fp8rl convert` has written: it is for other servers."""
+    """Refuse a model in FP8: `fp8rl convert` writes such a model for other servers."""
     try:
         quantized = "quantization_config" in read_json(model / "config.json", _KEY, "a Hugging Face config.json")
     except UserError:
         return  # what else is wrong is said by those who read it
     if quantized:
         expected = "a model in BF16, which this command quantizes itself"
-        remedy = "Give the directory that it was converted from. What `fp8rl convert` writes is for a server of your "
-        remedy += "own: python -m sglang.launch_server --model-path ..."
+        remedy = "Give the directory that it was converted from, or what `fp8rl convert MODEL OUT --preset bf16` makes "
+        remedy += "of it. A server of your own takes it as it is: python -m sglang.launch_server --model-path ..."
         raise user_error(_KEY, f"{model}, whose weights are quantized", expected, remedy)

@@ -22,6 +22,7 @@ from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.spec import TensorSpec
 from fp8rl.numerics.weight_cache import WeightCache
 from fp8rl.trainer.distributed.layout import Layout
+from fp8rl.trainer.modules.exact import Held
 from fp8rl.trainer.modules.precision import Adapter, initial_a
 from fp8rl.trainer.modules.weights import beside, matrices, tag_split
 from fp8rl.trainer.weights.hf_weights import HFWeights
@@ -59,6 +60,8 @@ def attach(
         module.register_parameter("lora_a", adapter.a)
         module.register_parameter("lora_b", adapter.b)
         module.adapter = adapter  # type: ignore[assignment]
+        if isinstance(module, Held) and module.halves and adapter.parts == 2:  # else B has the rows of one half
+            module.halves |= {"lora_b"}
         if adapter.merges:
             cache.serve(weight, partial(adapter.merged, weight))
 
@@ -126,7 +129,6 @@ def _made(
         config,
         len(adapted),
         fused,
-        halves=len(adapted) == 2 and adapted[0].megatron.layout == "rows",
     )
 
 
@@ -146,8 +148,10 @@ def update_survival(model: GPTModel, spec_of: Callable[[str], TensorSpec | None]
         adapter = getattr(module, "adapter", None)
         if adapter is None or not adapter.merges or (spec := spec_of(f"{path}.weight")) is None:
             continue
-        copies = layout.expert_dp_size if module.weight.dim() == 3 else layout.dp_size
-        low_rank, weights = adapter.low_rank, module.weight.view(-1, *module.weight.shape[-2:])
+        held = module.weight
+        alike = 1 if getattr(held, "tensor_model_parallel", False) else layout.tp_size
+        copies = layout.expert_dp_size if held.dim() == 3 else layout.dp_size * alike
+        low_rank, weights = adapter.low_rank, held.view(-1, *held.shape[-2:])
         for index, weight in enumerate(weights):
             matrix = low_rank.of_expert(index)
             update = ops.updates(matrix)

@@ -12,10 +12,13 @@ from pathlib import Path
 
 from fp8rl.diagnose.doctor.doctor_report import reported
 from fp8rl.diagnose.doctor.judge import judge
-from fp8rl.diagnose.doctor.machine import Machine, gather
+from fp8rl.diagnose.doctor.machine import gather
 from fp8rl.diagnose.report import Finding, Report
-from fp8rl.numerics.core.errors import UserError
-from fp8rl.rl.experiment import load_experiment
+from fp8rl.models import read_shape
+from fp8rl.rl.experiment import Experiment, load_experiment
+from fp8rl.rl.experiment.budget.fit import fullest, own_gpu, planned_here
+from fp8rl.rl.experiment.budget.job import job_of
+from fp8rl.rl.experiment.budget.memory import peak_on_a_cpu
 from fp8rl.rl.experiment.contents import fetched
 from fp8rl.rl.experiment.sections import NumericsSection
 
@@ -42,31 +45,21 @@ def examine(
 
     say("checking model, data and sizes of the spec")
     diagnosis = with_conditions(diagnosis, experiment)
-    diagnosis = replace(diagnosis, findings=(*diagnosis.findings, *memory(str(spec), overrides, machine)))
-    blocked = any(each.grade == "error" for each in diagnosis.findings)
-    if not (quick or blocked) and experiment.needs_engines:
+    if any(each.grade == "error" for each in diagnosis.findings):
+        return reported(diagnosis, str(spec))
+    diagnosis = replace(diagnosis, findings=(*diagnosis.findings, memory(experiment)))
+    if not quick and experiment.needs_engines:
         from fp8rl.diagnose.doctor.pair import compare
 
         diagnosis = replace(diagnosis, pair=compare(experiment, say=say))
     return reported(diagnosis, str(spec))
 
 
-def memory(spec: str, overrides: Sequence[str], machine: Machine) -> list[Finding]:
-    """Return one finding: the memory that a spec takes on this machine's GPUs, or on its CPU."""
-    from fp8rl.diagnose.plan import make_plan
-    from fp8rl.diagnose.plan.subject import read_plan_subject
-    from fp8rl.rl.experiment.budget.job import gpu_named
-
-    try:
-        gpu = gpu_named(machine.gpus[0].name if machine.torch_sees else "h100")
-        plan = make_plan(read_plan_subject(spec, overrides), gpu)
-    except UserError:  # of a GPU that the plan does not know, or of what has been found already
-        return []
-    if not machine.torch_sees:
-        return [Finding("memory", f"a trainer rank takes {plan.on_a_cpu[1] / 1e9:.1f} GB on a CPU", grade="note")]
-    size, slack = gpu.memory / 1e9, plan.slack
-    found = f"{size - slack / 1e9:.1f} of {size:.0f} GB on the fullest {gpu.name}"
-    if slack >= 0:
-        return [Finding("memory", found, grade="note")]
-    remedy = f"`fp8rl plan {spec} --gpu {gpu.name.lower().replace(' ', '-')} --fit` looks for keys with which it fits."
-    return [Finding("memory", found, "a run that fits", remedy, "warning")]
+def memory(experiment: Experiment) -> Finding:
+    """Say how much memory the fullest of this machine's GPUs needs, or a trainer rank on its CPU."""
+    shape = read_shape(experiment.model.directory, adapter=experiment.adapter)
+    if (gpu := own_gpu()) is None:
+        _, peak = peak_on_a_cpu(job_of(experiment, shape, "torch", gpu_memory=0))
+        return Finding("memory", f"a trainer rank takes {peak / 1e9:.1f} GB on a CPU", grade="note")
+    peak = fullest(*planned_here(shape, experiment, gpu)).peak
+    return Finding("memory", f"{peak / 1e9:.1f} of {gpu.memory / 1e9:.0f} GB on the fullest {gpu.name}", grade="note")

@@ -34,10 +34,7 @@ def trainer_against_engine(numerics: NumericsConfig, measured: Difference, bf16:
     Exact mode: d == 0. Native mode: at most NATIVE_LIMIT times BF16/BF16, if that is known.
     """
     ok, expected = measured.zero, "d == 0 on every token"
-    remedy = (
-        "Both sides run one precision, so an op or a weight differs. Train a few steps; then `fp8rl explain RUN` "
-        "names it."
-    )
+    remedy = "An op or a weight differs. Train a few steps; then `fp8rl explain RUN` names it."
     if numerics.mode == "native":
         remedy = (
             "Compare the scale formats of both sides, or set numerics.mode=exact; then `fp8rl explain RUN` names the "
@@ -96,7 +93,7 @@ def against_trainer(run: Run, batch: TokenBatch) -> Difference:
 def prefill_against_decode(run: Run, batch: TokenBatch) -> Difference:
     """Compare the engine's log-probabilities of its own tokens: as sampled, and prefilled with their prompts.
 
-    batch: sampled at temperature 1, because SGLang scores given tokens only at 1.
+    batch: sampled at temperature 1 from the whole vocabulary, because SGLang scores given tokens only so.
     """
     scored, known = _scored(run, batch)
     return difference(scored, batch.fields["rollout_logprobs"], batch.loss_mask & known)

@@ -41,9 +41,9 @@ from fp8rl.trainer import device
 from fp8rl.trainer.distributed import parallel
 numerics = NumericsConfig.from_dict(json.loads(sys.argv[1]))
 parallel.start(0, numerics)
-here = device.current()
+here, kv = device.current(), numerics.kv_format
 lacks = allow_deepgemm(here) if numerics.deepgemm else None
-print(json.dumps([enable_compiler() if here == device.CPU else None, row_variant_ops(here), lacks]))
+print(json.dumps([enable_compiler() if here == device.CPU else None, row_variant_ops(here, kv), lacks]))
 """
 PROBE_SECONDS = 120
 

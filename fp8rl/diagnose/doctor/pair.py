@@ -14,6 +14,7 @@ from fp8rl.diagnose.doctor.watch import engine_holdings, watch_step
 from fp8rl.diagnose.measure import calibration_prompts, sampled_batch
 from fp8rl.diagnose.report import Difference, Finding
 from fp8rl.models.formats import Sighting
+from fp8rl.numerics.sampling import EVERY_TOKEN
 from fp8rl.rl.algorithms.sft import SftObjective
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.preconditions import read_model
@@ -96,7 +97,7 @@ def _examine(run: Run, found: Pair, say: Callable[[str], None]) -> None:
     batch = sampled_batch(run, prompts, asked)
     measured = found.differences["trainer against engine"] = logprobs.against_trainer(run, batch)
     temperature = logprobs.sampler_temperature(run, batch, measured)
-    plain = batch if asked == 1.0 else sampled_batch(run, prompts, 1.0)
+    plain = batch if asked == 1.0 and not batch.truncation.cuts else sampled_batch(run, prompts, 1.0, EVERY_TOKEN)
     floors = {
         "prefill against decode": logprobs.prefill_against_decode(run, plain),
         "alone against together": logprobs.alone_against_together(run, plain),

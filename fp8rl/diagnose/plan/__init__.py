@@ -102,7 +102,7 @@ class Plan:
             "assumed": self.subject.assumed,
         }
         values["job"] = {
-            "layout": sizes(job.layout) | {"micro_batch_tokens": job.layout.micro_batch_tokens},
+            "layout": sizes(job.layout) | {name: getattr(job.layout, name) for name in ("cp", "micro_batch_tokens")},
             "numerics": job.numerics.to_dict(),
             **{name: getattr(job, name) for name in ("rows", "length", "micro_batches", "engines", "engine_tp")},
         }

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from fp8rl.diagnose.plan.subject import PlanSubject
+from fp8rl.diagnose.plan.subject import PlanSubject, is_apart
 from fp8rl.diagnose.report import Finding
 from fp8rl.models.shape import Shape
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment import with_keys
-from fp8rl.rl.experiment.budget.fit import SLACK, check_fits, largest_micro_batch
+from fp8rl.rl.experiment.budget.fit import SLACK, check_fits, fullest, largest_micro_batch
 from fp8rl.rl.experiment.budget.job import GPUS_PER_NODE, Gpu, Job
 from fp8rl.rl.experiment.budget.memory import Memory, colocated_memory, engine_memory, trainer_memory
 from fp8rl.rl.experiment.preconditions.model import check_teacher_layout
@@ -131,9 +131,9 @@ def findings(subject: PlanSubject, job: Job, gpu: Gpu, memory: Memory) -> Iterat
         tokens = largest_micro_batch(job, memory, gpu.memory, SLACK)
         lower = f"Lower trainer.micro_batch_tokens to {tokens}, or let" if tokens > job.length else "Let"
         yield Finding("memory", found, expected, f"{lower} --fit look for keys.", "note")
-    bf16 = colocated_memory(job.in_bf16()).peak
+    bf16 = fullest(job.in_bf16(), is_apart(subject.experiment, job)).peak
     if job.fp8 and memory.peak > bf16 and memory.rank is not None:
         found = f"fp8, which takes {(memory.peak - bf16) / 1e9:+.1f} GB of the fullest GPU against BF16 on both sides"
         expected = "no saving by FP8 in training, because codes and their transposes are kept beside BF16 weights"
-        remedy = "FP8 saves memory only in the engine and in activations."
+        remedy = f"FP8 saves memory only in {'the engine and in ' if job.engines else ''}activations."
         yield Finding("numerics.trainer", found, expected, remedy, "note")

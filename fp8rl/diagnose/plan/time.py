@@ -83,14 +83,14 @@ def _of_stage(job: Job, rates: Rates, stage: int) -> StepTime:
 
     def multiplied(name: str, experts: bool) -> Part:
         work = [
-            (times * each.flops * each.again, rates.product(experts, fp8, gradient))
+            (times * each.flops, rates.product(experts, fp8, gradient))
             for each in found
             if each.experts is experts
             for fp8, gradient in each.passes(job)
         ]
         return _part(name, work, "rows of `grouped`" if experts else "rows of `gemms`")
 
-    quantized = sum(operand_bytes(job, each) * each.again for each in found if each.fp8)
+    quantized = sum(operand_bytes(job, each) for each in found if each.fp8)
     parts = [multiplied("products", experts=False)]
     parts += [multiplied("products of experts", experts=True)] if job.shape.sizes.moe else []
     parts += [passes("quantization", times * quantized)] if quantized else []
@@ -118,7 +118,7 @@ def ratios(
     exact, native, spec = bench["exact"], bench["native"], job.numerics.rollout_spec
     nodes = exact.nodes or Rate(math.inf, math.inf, "not in the bench: a node of `launch`, so kernels take no time")
     for ours, _ in decode if spec.quantized else ():
-        stock = decode_step(job.shape, spec, ours.batch, ours.context, job.engine_tp, "native")
+        stock = replace(ours, kernels=decode_step(job.shape, spec, ours.batch, ours.context, mode="native").kernels)
         answers = f"{ours.batch} answer{'s' * (ours.batch > 1)}"
         work = [(ours.bytes, exact.copy), (ours.kernels, exact.decode.get(ours.batch))]
         measured = _part(f"decoding {answers} ({ours.kernels} kernels)", work, f"`quantizers`, or {answers} of `graph`")
@@ -155,8 +155,8 @@ class Product:
     layers: int
     experts: bool
     fp8: bool
-    again: float
-    """4/3 if the backward repeats the forward, else 1, because a backward takes as long as two forwards."""
+    repeated: bool
+    """Whether the backward repeats the forward."""
 
     @property
     def flops(self) -> float:
@@ -164,13 +164,14 @@ class Product:
         return 2.0 * self.rows * self.n * self.k * self.layers
 
     def passes(self, job: Job) -> tuple[tuple[bool, bool], ...]:
-        """Return (is FP8, is the weight's gradient) for the forward, the input's gradient and the weight's gradient.
+        """Return (is FP8, is the weight's gradient) for each forward, the input's gradient and the weight's gradient.
 
         With `fp8_forward` the gradients are in BF16. A weight with an adapter has no gradient. The adapter's products
         are left out, because they have few rows.
         """
         backward = self.fp8 and job.numerics.trainer == "fp8"
-        return ((self.fp8, False), (backward, False), (backward, True))[: 2 if job.shape.adapters else 3]
+        forwards, gradients = (self.fp8, False), ((backward, False), (backward, True))
+        return *(forwards,) * (1 + self.repeated), *gradients[: 1 if job.shape.adapters else 2]
 
 
 def products(job: Job, stage: int) -> Iterator[Product]:
@@ -188,20 +189,21 @@ def products(job: Job, stage: int) -> Iterator[Product]:
             continue
         layers = len(overlap(weight.layers, here)) if weight.in_layers else 1
         fp8 = len(overlap(job.shape.quantized_layers(weight, job.numerics.trainer_spec), here))
-        experts, split, again = weight.share == "experts", weight.share == "split", 4 / 3 if twice(weight) else 1.0
+        experts, split = weight.share == "experts", weight.share == "split"
         rows = job.rank_tokens / (1 if split else tp) * (weight.taken if experts else 1)
         copies = weight.copies // job.layout.ep if experts else 1
         for count, quantized in ((layers - fp8, False), (fp8, True)):
             if count:
                 n = weight.rows // (tp if split else 1)
-                yield Product(rows, n, weight.columns, copies, count, experts, quantized, again)
+                yield Product(rows, n, weight.columns, copies, count, experts, quantized, twice(weight))
 
 
 def operand_bytes(job: Job, each: Product) -> float:
-    """Return the bytes that quantizing reads in BF16 and writes in FP8. It quantizes the input along its features
-    (forward) and along the tokens (weight's gradient), and the output's gradient both ways at once."""
-    backward = 3 * each.rows * each.k + 4 * each.rows * each.n if job.numerics.trainer == "fp8" else 0.0
-    return each.layers * (3 * each.rows * each.k + backward)
+    """Return the bytes that quantizing reads in BF16 and writes in FP8. Each forward quantizes the input; a backward
+    the output's gradient and, if the weight has a gradient, both also along the tokens (the former with one read)."""
+    x, dy = each.rows * each.k, each.rows * each.n
+    backward = 3 * dy if job.shape.adapters else 3 * x + 4 * dy
+    return each.layers * ((1 + each.repeated) * 3 * x + (backward if job.numerics.trainer == "fp8" else 0.0))
 
 
 def kept_bytes(job: Job, stage: int) -> float:

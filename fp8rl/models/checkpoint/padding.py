@@ -58,7 +58,7 @@ def padded(source: Path, out: Path, key: str, check: Callable[[Model], object]) 
         )
     if model.multimodal is not None or any(True for _ in kept_tensors(source, model, key)):
         expected = "a model without them, because their widths would no longer fit"
-        remedy = "Save only its text model with transformers (docs/models.md)."
+        remedy = "Save only its text model with transformers."
         raise user_error(key, "a model with draft layers or an image encoder", expected, remedy)
     _write(source, out, key, model, wider, config)
     return changes

@@ -198,7 +198,7 @@ def schedule(optimizer: ChainedOptimizer, config: TrainerSection, total_steps: i
         optimizer,
         init_lr=0.0,
         max_lr=config.lr,
-        min_lr=min(config.min_lr, config.lr),
+        min_lr=config.min_lr,
         lr_warmup_steps=warmup,
         lr_decay_steps=end,
         lr_decay_style=style,

@@ -13,7 +13,7 @@ from fp8rl.models.shape import Shape, overlap
 from fp8rl.numerics.config import Mode
 from fp8rl.numerics.core.errors import UserError, refusing, user_error
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.trainer.config import CHUNKS, TrainerSection, travels_in_fp8
+from fp8rl.trainer.config import TrainerSection, travels_in_fp8
 
 BF16_SIDES = "both sides in BF16 (numerics.preset=bf16 numerics.trainer=bf16 numerics.rollout=bf16)"
 
@@ -98,13 +98,9 @@ def check_training(shape: Shape, config: TrainerSection, spec: QuantSpec) -> Ite
 
 
 @refusing
-def check_rows(
-    config: TrainerSection, mode: Mode, transformer_engine: bool, length: int | None = None
-) -> Iterator[UserError]:
-    """Check that the mode supports the packing, prefix sharing and context parallelism of the config.
-
-    length: number of tokens of the longest row, if known. Raises UserError.
-    """
+def check_rows(config: TrainerSection, mode: Mode, transformer_engine: bool) -> Iterator[UserError]:
+    """Check that the mode supports the packing, prefix sharing and context parallelism of the config. Raises
+    UserError."""
     cp = config.cp
     if config.packing and mode == "native" and not transformer_engine:
         expected = "false, because without TransformerEngine Megatron's attention takes only padded rows"
@@ -126,11 +122,6 @@ def check_rows(
     if cp > 1 and config.packing:
         found, remedy = f"{cp} with trainer.packing=true", "Set trainer.packing=false, or trainer.cp=1."
         yield user_error("trainer.cp", found, "1, because ranks can split only padded rows", remedy)
-    chunks = CHUNKS * cp  # of a row, two for a rank
-    if cp > 1 and length is not None and length % chunks:
-        expected = f"a multiple of {chunks}, because trainer.cp={cp} cuts each row into {chunks} chunks, two for a rank"
-        remedy = f"Set rollout.context_length={length // chunks * chunks or chunks}, or trainer.cp=1."
-        yield user_error("rollout.context_length", length, expected, remedy)
 
 
 def split_refusals(shape: Shape, tp: int, spec: QuantSpec, key: str, copies: int = 1) -> Iterator[UserError]:

@@ -36,7 +36,6 @@ class Adapter:
         b: [M, rank], the B of the adapted rows, in the order of the weight's rows.
         parts: number of adapted matrices in the weight. It is above 1 only if the weight is fused.
         fused: which rows of the weight b's rows belong to. None for a single matrix.
-        halves: whether b has the gate's rows, then the up projection's rows.
     """
 
     a: nn.Parameter
@@ -44,7 +43,6 @@ class Adapter:
     config: AdapterSection
     parts: int = 1
     fused: Fused | None = None
-    halves: bool = False
 
     @property
     def merges(self) -> bool:

@@ -175,7 +175,7 @@ def _give(module: Held, name: str, rows: Sequence[TensorRow], table: TensorTable
         module.register_parameter("bias", None)  # behind the weight, until there is one
         module.kind, module.axis, module.cut = first.kind, axis, Cut.of(rows, table, ranks)
         if axis == 0 and len(rows) == 2 and first.megatron.layout == "rows":
-            module.halves = frozenset({"weight", "lora_b"})
+            module.halves = frozenset({"weight"})
 
 
 # Parts of a layer that the backward pass recomputes.

@@ -137,8 +137,8 @@ def step_time(job: Job, gpu: Peaks, rates: Rates) -> StepTime:
 def _of_stage(job: Job, gpu: Peaks, rates: Rates, stage: int) -> StepTime:
     times, bandwidth = job.micro_batches, gpu.bandwidth * rates.bandwidth
     parts = list(products(job, stage))
-    multiplied = sum(_product_seconds(job, gpu, rates, each) * each.again for each in parts)
-    quantization = sum(operand_bytes(job, each) * each.again for each in parts if each.fp8) / bandwidth
+    multiplied = sum(_product_seconds(job, gpu, rates, each) for each in parts)
+    quantization = sum(operand_bytes(job, each) for each in parts if each.fp8) / bandwidth
     layers = _layers(job, stage)
     share = len(layers) / job.shape.sizes.layers / job.layout.tp
     forward = job.shape.attention_flops(job.length / 2) * share * job.rank_tokens
@@ -173,7 +173,7 @@ def kernels(job: Job, stage: int = 0) -> float:
 
 
 def _product_seconds(job: Job, gpu: Peaks, rates: Rates, each: Product) -> float:
-    """The longer of its FLOPs and its bytes, for the forward and both gradients."""
+    """The longer of its FLOPs and its bytes, for each forward and both gradients."""
     return sum(
         max(
             each.flops / (gpu.peak(fp8) * rates.product(each.experts, fp8)),

@@ -15,11 +15,8 @@ from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rollout.types import HandshakeError
-from tests.support.definitions import SIZES
 from tests.support.experiments import experiment
 
-MODEL = dataclasses.replace(SIZES, ffn_size=0, experts=8)
-DENSE = dataclasses.replace(MODEL, experts=0, top_k=0, expert_size=0, ffn_size=128)
 EXACT = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
 NATIVE = dataclasses.replace(EXACT, mode="native")
 
@@ -50,28 +47,21 @@ def test_a_difference_is_over_the_masked_tokens() -> None:
     assert difference(first, first, mask & ~first.isnan()).zero
 
 
-def test_exact_mode_asks_for_zero_and_nothing_less() -> None:
-    assert passed(trainer_against_engine(EXACT, made(0.0), None))
-    assert not passed(trainer_against_engine(EXACT, made(1e-9), made(1.0)))
-    assert not passed(trainer_against_engine(EXACT, made(0.0, nonfinite=1), None))
-    nothing = made(None, tokens=0, exact_frac=None)
-    assert not passed(trainer_against_engine(EXACT, nothing, None))
-    assert "fp8rl explain" in trainer_against_engine(EXACT, made(1e-9), None).remedy
-    mixed = dataclasses.replace(EXACT, trainer="bf16")
-    assert "numerics.trainer=fp8" in trainer_against_engine(mixed, made(1e-3), None).remedy
-
-
-def test_native_mode_is_bound_by_the_bf16_floor() -> None:
-    floor = made(0.01)
-    assert passed(trainer_against_engine(NATIVE, made(0.01 * NATIVE_LIMIT * 0.99), floor))
-    assert not passed(trainer_against_engine(NATIVE, made(0.01 * NATIVE_LIMIT * 1.01), floor))
-    assert passed(trainer_against_engine(NATIVE, made(9.0), None))  # nothing to measure it by
-    assert not passed(trainer_against_engine(NATIVE, made(0.0, nonfinite=1), floor))
-
-
-def test_a_floor_fails_in_exact_mode_alone() -> None:
-    floors = {"alone against together": made(1e-6)}
-    assert [passed(check) for mode in ("exact", "native") for check in noise_floor(mode, floors)] == [False, True]
+@pytest.mark.parametrize(
+    ("numerics", "measured", "bf16", "ok"),
+    [
+        (EXACT, made(0.0), None, True), (EXACT, made(1e-9), made(1.0), False),
+        (EXACT, made(0.0, nonfinite=1), None, False), (EXACT, made(None, tokens=0, exact_frac=None), None, False),
+        (NATIVE, made(0.01 * NATIVE_LIMIT * 0.99), made(0.01), True), (NATIVE, made(9.0), None, True),
+        (NATIVE, made(0.01 * NATIVE_LIMIT * 1.01), made(0.01), False), (NATIVE, made(0.0, nonfinite=1), None, False),
+    ],
+)  # fmt: skip
+def test_exact_mode_asks_for_zero_and_native_mode_is_bound_by_the_bf16_floor(numerics, measured, bf16, ok) -> None:
+    found = trainer_against_engine(numerics, measured, bf16)
+    assert passed(found) is ok and "fp8rl explain" in found.remedy
+    mixed = trainer_against_engine(dataclasses.replace(numerics, trainer="bf16"), measured, bf16)
+    assert "numerics.trainer=fp8" in mixed.remedy
+    assert [passed(*noise_floor(mode, {"": made(1e-6)})) for mode in ("exact", "native")] == [False, True]
 
 
 def test_a_verdict_says_which_agreement_holds() -> None:

@@ -238,7 +238,7 @@ def test_the_command_prints_json_and_says_by_its_exit_code_whether_it_holds() ->
     report = json.loads(done.stdout)
     assert done.exit_code == 0 and (report["command"], report["schema"]) == ("plan", 3)
     values = report["facts"]
-    assert values["parameters"] == 8_190_735_360 and values["fewest"].keys() == {"tp", "pp", "ep", "dp"}
+    assert (values["parameters"], values["job"]["layout"]["cp"], len(values["fewest"])) == (8_190_735_360, 1, 4)
     assert values["memory"]["colocated"]["held"]["dense masters"]["train"] > 0
     assert values["rates"] is None and values["steps"] == []
     assert result_of("plan", "qwen3_235b_a22b", "--gpus", "8").exit_code == 1
@@ -253,6 +253,8 @@ def test_a_spec_is_planned_as_it_stands() -> None:
     plan = planned(str(EXAMPLES / "arithmetic.yaml"), "trainer.dp=2", length=32)
     assert (plan.gpus, plan.job.shape.parameters, plan.job.rows, plan.job.length) == (2, 1_019_008, 256, 32)
     assert plan.sync_bytes == (1_055_216, 2_038_016)
+    apart = planned("qwen3_8b", "sync.transport=distributed", gpu="h200", gpus=8)  # its BF16 is without engines, too
+    assert [each.grade for each in apart.findings if each.key == "numerics.trainer"] == ["note"]
 
 
 GPU_RECIPES = {"gsm8k": "h200", **REAL_SPECS}

@@ -21,11 +21,12 @@ CONFIGS = {
     "merged": AdapterSection(rank=8, mode="merged", targets=("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj")),
     "separate": AdapterSection(rank=8), "shared": AdapterSection(rank=8, experts="shared"),
     "latent": AdapterSection(rank=8), "linear": AdapterSection(rank=8),
+    "latent, merged": AdapterSection(rank=8, mode="merged", targets=("q_a_proj", "q_b_proj", "up_proj", "down_proj")),
 }  # fmt: skip
-"""What is trained, by what is special about it; `latent`, `linear`: a model with latent or linear attention."""
+"""What is trained, by the model or what is special about it. The last adapts half of a dense MLP's first product."""
 
 RANKS: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
-    "tp2-ep2": ({"tp": 2, "ep": 2}, ("merged", "separate", "latent", "linear")),
+    "tp2-ep2": ({"tp": 2, "ep": 2}, ("merged", "separate", "latent", "linear", "latent, merged")),
     "ep2": ({"ep": 2, "dp": 2}, ("separate", "shared")), "pp2": ({"pp": 2}, ("merged", "separate")),
 }  # fmt: skip
 """Layouts, and what is trained on them: all models on the first, on the others what they treat in ways of their own."""
@@ -40,8 +41,8 @@ def on_a_rank(paths: Models, folder, layout, config: TrainerSection) -> dict[str
         trainer.load(folder / "one" / name)
         scores = trainer.score(random_batch(seed=9))
         save_checkpoint(trainer, folder / "again" / name, {})
-        norm = learn(trainer, 9)
-        out[name] = scores if layout.is_reporting_rank else None, norm, begun, adapters(trainer)
+        survival, norm = trainer.update_survival(), learn(trainer, 9)
+        out[name] = scores if layout.is_reporting_rank else None, norm, begun, adapters(trainer), survival
     return out
 
 
@@ -58,7 +59,7 @@ def adapters(trainer: Any):
 @pytest.mark.parametrize(("ranks", "names"), RANKS.values(), ids=RANKS)
 def test_adapters_on_two_ranks_compute_and_learn_as_on_one(ranks, names, models, tmp_path, make_trainer) -> None:
     """One rank's checkpoint is of its first step. Its adapters before that and after the second are compared."""
-    paths = {name: models.get(name, models["moe"]) for name in names}
+    paths = {name: models.get(name.partition(",")[0], models["moe"]) for name in names}
     alone = {}
     for name in names:
         one = make_trainer(paths[name], "fp8", k_splits=4, adapter=CONFIGS[name], **SETTINGS)
@@ -80,3 +81,4 @@ def test_adapters_on_two_ranks_compute_and_learn_as_on_one(ranks, names, models,
             assert (moved < 1e-4).float().mean() > (0.95 if place == 3 else 0.999), (name, place)
         one.load(tmp_path / "again" / name)
         assert torch.equal(scored(one, random_batch(seed=9)), logprobs)
+        assert all(each[4] == pytest.approx(one.update_survival()) for each in of_ranks), name

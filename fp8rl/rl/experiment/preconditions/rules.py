@@ -269,9 +269,7 @@ CHECKS: tuple[Callable[[Experiment, Shape, Target], Iterable[UserError] | None],
     lambda e, shape, target: native_refusals(e.numerics_config(), e.needs_engines, target),
     _layout,
     _optimizer,
-    lambda e, shape, target: check_rows(
-        e.trainer, e.numerics.mode, target.transformer_engine, e.rollout.context_length
-    ),
+    lambda e, shape, target: check_rows(e.trainer, e.numerics.mode, target.transformer_engine),
     _gates,
     _context,
     _cpu_heads,

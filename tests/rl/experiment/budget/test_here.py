@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from fp8rl.diagnose.doctor import memory
 from fp8rl.models import read_shape
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import Experiment, load_experiment
@@ -106,12 +107,14 @@ def test_a_cache_that_the_spec_leaves_open_is_as_large_as_the_gpu_allows(machine
     machine(H100, 1)
     rows = experiment.rollout.prompts_per_step * experiment.rollout.group_size
     assert with_own_cache(experiment).rollout.max_total_tokens == rows * experiment.rollout.context_length
-    gpu, large = own_gpu(), load_experiment(EXAMPLES / "planned/qwen3_4b_one_gpu.yaml")
+    path = [f"model.path={CONFIGS / 'qwen3_4b'}"]
+    gpu, large = own_gpu(), load_experiment(EXAMPLES / "planned/qwen3_4b_one_gpu.yaml", path)
     job, apart = planned_here(read_shape(CONFIGS / "qwen3_4b"), large, gpu)
     assert not apart and large.rollout.context_length < job.kv_tokens < 256 * large.rollout.context_length
     machine(H100, 2)
     alone, apart = planned_here(read_shape(CONFIGS / "qwen3_4b"), large, gpu)
     assert apart and alone.kv_tokens > job.kv_tokens
+    assert memory(large).found == f"{fullest(alone, apart).peak / 1e9:.1f} of 85 GB on the fullest {H100[0]}"
 
 
 ASLEEP = ("rollout.sleep=true", "trainer.optimizer.offload=false")
