@@ -28,7 +28,7 @@ from fp8rl.numerics.config import Mode
 from fp8rl.numerics.core.process import LOOPBACK
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine.protocol import EngineReport, check_report, failed_plugin, missing_report
-from fp8rl.rollout.engine.server.arguments import ServedChats, has_cuda, server_arguments, server_environment
+from fp8rl.rollout.engine.server.arguments import ServedChats, server_arguments, server_environment
 from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.engine.server.processes import claim_port, end_group, group_members
 from fp8rl.rollout.engine.server.scratch import make_scratch, sweep
@@ -73,12 +73,8 @@ class Engine(EngineClient):
         self._config, self._plugin, self._expected = config, plugin, expected
         self._host, self._served, self._api_key = host, served, api_key
         self._process: subprocess.Popen[bytes] | None = None
-        self._pids: set[int] = set()
         if plugin is not None and plugin.get("architecture") is not None:
             load_architecture(plugin["architecture"])  # in this process, which may be an actor's
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.stop()
 
     async def start(self, model_path: str | Path, weight_version: int = 0) -> Endpoint:
         """Start the server from a model directory, wait until it answers, and check the handshake.
@@ -145,7 +141,7 @@ class Engine(EngineClient):
 
     def _launch(self, model_path: Path, weight_version: int) -> None:
         """Start the server's process, and be its client from now on."""
-        config, plugin, cuda = self._config, self._plugin, has_cuda()
+        config, plugin, cuda = self._config, self._plugin, torch.cuda.is_available()
         model_type = ConfigFile.read(model_path, "model.path").model_type()
         numerics: Mapping[str, Any] = _STOCK if plugin is None else plugin["numerics"]
         mode: Mode = numerics["mode"]
@@ -170,7 +166,7 @@ class Engine(EngineClient):
             use_toolkit()
         sweep()
         self._scratch, lock = make_scratch()
-        self._pids = set()
+        self._pids: set[int] = set()
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
