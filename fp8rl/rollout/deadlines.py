@@ -28,9 +28,20 @@ async def within(seconds: float, awaitable: Awaitable[Result]) -> Result:
         await asyncio.wait({task}, timeout=seconds)
         if not task.done():
             raise TimeoutError
-        return task.result()
+        return result_of(task)
     finally:
         await end(task)
+
+
+def result_of(task: asyncio.Future[Result]) -> Result:
+    """Return the result of a task that has ended, or raise its error. A CancelledError of a function's own is raised as
+    RuntimeError: a caller would take it for the caller's own cancellation, and end without a message."""
+    try:
+        return task.result()
+    except asyncio.CancelledError as error:
+        raise RuntimeError(
+            "found a CancelledError of a function's own, expected it to catch that of a task that it has cancelled"
+        ) from error
 
 
 async def end(*tasks: asyncio.Future[Any], seconds: float = GRACE_S) -> list[asyncio.Future[Any]]:

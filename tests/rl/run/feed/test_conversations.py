@@ -43,6 +43,9 @@ async def hangs(conversation):
 async def blocks(conversation):
     time.sleep(3)
 
+async def cancels(conversation):
+    raise asyncio.CancelledError
+
 async def tokens(conversation):
     await conversation.sample()
     return [5, 6, 7]
@@ -116,6 +119,7 @@ def test_each_answer_is_a_conversation_of_its_own_length_at_one_engine(make: Mak
     [
         ("raises", "KeyError: 'no such thing'"),
         ("hangs", "it took more than 0.5 s between two turns (environment.timeout_s)"),
+        ("cancels", "RuntimeError: found a CancelledError of a function's own, expected it to catch"),
         ("tokens", "it returned list [5, 6, 7], expected nothing, a number or named numbers, finite in FP32; text"),
         ("silent", "it ended before the model's first turn, expected it to call sample()"),
     ],
