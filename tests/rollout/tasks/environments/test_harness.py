@@ -246,12 +246,16 @@ def test_a_program_gets_nothing_but_its_own_conversation(tokenizer: Any) -> None
         with pytest.raises(openai.NotFoundError, match="POST /v1/embeddings: Not Found"):
             await client.embeddings.create(model="policy", input="1")
         await say(client, [USER], stop=["1", EOS])  # the end of turn is no stop, so rewards do not read it
+        await client.completions.create(model="policy", prompt="1", max_tokens=150)
         for most in (9, 4):
             said = await client.completions.create(model="policy", prompt="1+2=", stop=["++"], max_tokens=most)
             assert (said.choices[0].text, said.choices[0].finish_reason) == ("12", "stop")
 
-    rows = played(tokenizer, agent, "3" + EOS, *["12++77" + EOS] * 2)[1]
-    assert sorted(row.stopped for row in rows) == [False, False, True]
+    counted, decoded = copy.copy(tokenizer), list[int]()
+    counted.decode = lambda ids, **options: decoded.append(len(ids)) or tokenizer.decode(ids, **options)
+    rows = played(counted, agent, "3" + EOS, "7" * 150, *["12++77" + EOS] * 2)[1]
+    assert sorted(row.stopped for row in rows) == [False, False, False, True]
+    assert sum(decoded) < 20 * 150, "a long completion is not decoded once for each of its tokens"
 
 
 def test_requests_without_end_are_refused_and_settings_that_are_overridden_are_not_heard(tokenizer: Any) -> None:
