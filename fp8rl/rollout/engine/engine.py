@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -32,7 +32,7 @@ from fp8rl.rollout.engine.server.arguments import ServedChats, server_arguments,
 from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.engine.server.processes import claim_port, end_group, group_members
 from fp8rl.rollout.engine.server.scratch import make_scratch, sweep
-from fp8rl.rollout.types import Endpoint, EngineDiedError, EngineError
+from fp8rl.rollout.types import Endpoint, EngineDiedError, EngineError, Group, SamplingParams, Trajectory
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -118,6 +118,14 @@ class Engine(EngineClient):
                 f"the engine process {self.pid} ended with status {status}, expected it to run. {self._log_end()}"
             )
 
+    async def generate_in_any_loop(self, groups: Sequence[Group], sampling: SamplingParams) -> list[Trajectory]:
+        """Sample all groups, like `generate`, in an event loop that may be another one than that of `start`."""
+        try:
+            async with EngineClient(self.endpoint) as client:
+                return await client.generate(groups, sampling)
+        except httpx.TransportError as error:
+            raise await self._broken(error) from error
+
     async def cpu_seconds(self) -> float:
         """Return the processor seconds so far of all processes of the server except the one that answers requests.
 
@@ -166,7 +174,7 @@ class Engine(EngineClient):
             use_toolkit()
         sweep()
         self._scratch, lock = make_scratch()
-        self._pids: set[int] = set()
+        self._pids = set()
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
@@ -229,10 +237,14 @@ class Engine(EngineClient):
         try:
             return await super()._send(method, path, admin, **options)
         except httpx.TransportError as error:
-            for _ in range(20):  # a connection breaks a moment before its process is gone
-                self.check()  # which says why
-                await asyncio.sleep(0.1)
-            raise EngineError(f"the engine at {self.url} broke the connection: {error!r}") from error
+            raise await self._broken(error) from error
+
+    async def _broken(self, error: httpx.TransportError) -> EngineError:
+        """Return an error of the engine in place of the connection's. Raises EngineDiedError: the process has ended."""
+        for _ in range(20):  # a connection breaks a moment before its process is gone
+            self.check()  # which says why
+            await asyncio.sleep(0.1)
+        return EngineError(f"the engine at {self.url} broke the connection: {error!r}")
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:
