@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -16,7 +17,9 @@ from fp8rl.rl.run.feed.conversations import Conversations
 from fp8rl.rl.run.feed.sampling import done
 from fp8rl.rollout.tasks.environments import EnvironmentSection
 from fp8rl.rollout.types import EngineError, Group, Problem, Prompt, SamplingParams, Trajectory
+from tests.support.paths import EXAMPLES
 from tests.support.pools import told
+from tests.support.servers import wait_until
 
 ENVIRONMENTS = """
 import asyncio, time
@@ -161,6 +164,19 @@ def test_the_first_failure_is_told_when_it_happens_and_others_when_a_step_ends(m
     assert told(events) == []
     conversations.failures.tell()
     assert told(events) == [(2, "2 more environments failed")]
+
+
+@pytest.mark.slow
+def test_an_end_waits_for_no_request_of_a_program(tokenizer: Any) -> None:
+    asked: list[Future[list[Trajectory]]] = []
+    harness = {"program": f"{EXAMPLES / 'agent.py'}:solve", "tool_parser": "qwen25"}
+    config = EnvironmentSection.model_validate({"function": "harness", "harness": harness})
+    conversations = Conversations(config, tokenizer, lambda *_: asked.append(Future()) or asked[0], 100)
+    answers = begun(conversations, 1)
+    assert wait_until(lambda: bool(asked), 60)
+    began = time.monotonic()
+    conversations.close()
+    assert time.monotonic() - began < 15 and answers.cancelled() and told(conversations.failures.events) == []
 
 
 def test_an_error_of_the_engines_is_not_the_environments(make: Make, engines: Engines) -> None:
