@@ -27,8 +27,6 @@ from fp8rl.rl.run.evaluation import held_out, set_metrics
 from fp8rl.rl.run.events import Events
 from fp8rl.rl.run.feed.conversations import Conversations
 from fp8rl.rl.run.feed.judging import Judge
-from fp8rl.rollout.deadlines import GRACE_S
-from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import Group, SamplingParams, Trajectory
 from fp8rl.serving import serve
 
@@ -108,11 +106,9 @@ def evaluate(served: Subject, log: Path, say: Callable[[str], object]) -> dict[s
         server = closing.enter_context(serve(served, log, say))
         background = Background("answers")
         closing.callback(background.close)
-        client = EngineClient(server.endpoint)
-        closing.callback(lambda: background.run(client.close(), GRACE_S))
 
         def ask(group: Group, sampling: SamplingParams, *_: object) -> Future[list[Trajectory]]:
-            return background.begin(client.generate([group], sampling))
+            return background.begin(server.generate_in_any_loop([group], sampling))
 
         answers: list[list[Trajectory]]
         conversations = None
@@ -124,7 +120,7 @@ def evaluate(served: Subject, log: Path, say: Callable[[str], object]) -> dict[s
             say(f"asking {len(eval_set.groups)} problems of {eval_set.name or 'data.eval'}")
             if conversations is None:
                 answers = [[] for _ in eval_set.groups]
-                for answer in background.run(client.generate(eval_set.groups, eval_set.sampling)):
+                for answer in background.run(server.generate_in_any_loop(eval_set.groups, eval_set.sampling)):
                     answers[answer.group].append(answer)
             else:
                 asked = [conversations.begin(group, eval_set.sampling, 0) for group in eval_set.groups]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, STDOUT, Popen
 from typing import TYPE_CHECKING, Any
 
 from fp8rl import supervising
@@ -82,10 +82,9 @@ _PROGRAM = "from fp8rl import cli, supervising; supervising.end_with_parent(); c
 
 def _shown(command: Sequence[str]) -> tuple[int, list[str]]:
     """Run Python's `-c` with a command line, and print what it prints; return its exit code and its lines."""
-    pipe = subprocess.PIPE
     printed: list[str] = []
-    with subprocess.Popen(
-        [sys.executable, "-c", *command], stdin=subprocess.DEVNULL, stdout=pipe, stderr=subprocess.STDOUT, text=True
+    with Popen(
+        [sys.executable, "-c", *command], stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, errors="replace"
     ) as process:
         assert process.stdout is not None
         try:

@@ -28,9 +28,20 @@ async def within(seconds: float, awaitable: Awaitable[Result]) -> Result:
         await asyncio.wait({task}, timeout=seconds)
         if not task.done():
             raise TimeoutError
-        return task.result()
+        return result_of(task)
     finally:
         await end(task)
+
+
+def result_of(task: asyncio.Future[Result]) -> Result:
+    """Return the result of a user's task that has ended, or raise its error. CancelledError and TimeoutError of its own
+    become RuntimeError: a caller would take them for its own cancellation, and for the end of the task's time."""
+    try:
+        return task.result()
+    except (asyncio.CancelledError, TimeoutError) as error:
+        raise RuntimeError(
+            f"found a {type(error).__name__} of a function's own, expected it to catch this error"
+        ) from error
 
 
 async def end(*tasks: asyncio.Future[Any], seconds: float = GRACE_S) -> list[asyncio.Future[Any]]:

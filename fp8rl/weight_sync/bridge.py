@@ -12,7 +12,7 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -302,11 +302,8 @@ async def _each(
 
 @asynccontextmanager
 async def _clients(endpoints: Sequence[Endpoint], timeout_s: float) -> AsyncIterator[list[EngineClient]]:
-    engines = [EngineClient(endpoint, timeout_s=timeout_s) for endpoint in endpoints]
-    try:
-        yield engines
-    finally:
-        await asyncio.gather(*(engine.close() for engine in engines))
+    async with AsyncExitStack() as closing:
+        yield [await closing.enter_async_context(EngineClient(each, timeout_s=timeout_s)) for each in endpoints]
 
 
 @contextmanager

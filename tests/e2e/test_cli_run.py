@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -28,6 +27,7 @@ from fp8rl.rl.experiment import read_resolved
 from fp8rl.rl.experiment.gate_rules import missing
 from fp8rl.rl.record.metrics import METRICS, describe
 from fp8rl.rl.run.interrupts import INTERRUPTED
+from fp8rl.rollout.engine.engine import Engine
 from fp8rl.rollout.types import Endpoint
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.weight_sync.served import served_bytes
@@ -221,10 +221,10 @@ def test_the_trained_model_is_served_as_it_was_trained(run: StartedRun, tmp_path
 def the_last_evaluation_is_found_again(client: openai.OpenAI, run: StartedRun) -> None:
     """`fp8rl eval` asks the trained model what the run asked at its end, greedily and by seeds, and finds that."""
     model = evaluating.read_evaluated(run.path, [], [])
-    assert client.api_key
-    endpoint = Endpoint(str(client.base_url).removesuffix("/v1/"), client.api_key, "")
+    server = Engine(model.experiment.rollout, "")
+    server.endpoint = Endpoint(str(client.base_url).removesuffix("/v1/"), client.api_key, "")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluating, "serve", lambda *_: nullcontext(SimpleNamespace(endpoint=endpoint)))
+        patch.setattr(evaluating, "serve", lambda *_: nullcontext(server))
         found = evaluating.evaluate(model, Path(), lambda text: None)
     last = json.loads((run.path / "metrics.jsonl").read_text().splitlines()[-1])
     assert found == {name: value for name, value in last.items() if name.startswith("eval/")} and len(found) > 5

@@ -2,13 +2,15 @@
 
 import json
 import shutil
+import subprocess
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
 
-from fp8rl import UserError
+from fp8rl import UserError, evaluating
 from fp8rl.diagnose.doctor.conditions import data_found
 from fp8rl.diagnose.subject import read_subject
 from fp8rl.evaluating import EVERY_PROBLEM, read_evaluated
@@ -17,6 +19,9 @@ from fp8rl.rl.experiment.contents import fetched
 from fp8rl.rl.guard.capsule import read_capsule
 from fp8rl.rl.guard.guard import GateState
 from fp8rl.rl.record.run_dir import RunDir
+from fp8rl.rollout.config import RolloutSection
+from fp8rl.rollout.engine.engine import Engine
+from fp8rl.rollout.types import Endpoint, EngineDiedError
 from fp8rl.trainer.checkpoint.files import About, write_about
 from tests.support.paths import EXAMPLES, new_run
 from tests.support.scored_batches import CapsuleRun, scored_batch
@@ -81,6 +86,15 @@ def test_a_run_whose_gate_fell_back_to_bf16_is_asked_in_bf16(data: Path) -> None
 def test_what_cannot_be_asked_is_refused(data: Path, sets: list[str], overrides: list[str], expected: str) -> None:
     with pytest.raises(UserError, match=expected):
         read_evaluated(MODEL, sets, overrides)
+
+
+def test_an_engine_that_dies_ends_the_evaluation_with_the_end_of_its_log(data: Path, monkeypatch) -> None:
+    server = Engine(RolloutSection(), "engine.log")
+    server.endpoint, server._process = Endpoint("http://127.0.0.1:9", "a", "b"), subprocess.Popen("false")
+    server.log_path.write_text("no memory")
+    monkeypatch.setattr(evaluating, "serve", lambda *_: nullcontext(server))
+    with pytest.raises(EngineDiedError, match="ended with status 1, expected it to run. The end of .*\nno memory"):
+        evaluating.evaluate(read_evaluated(MODEL, [str(data)], []), server.log_path, print)
 
 
 NAME, COMMIT = "owner/tiny", "0123456789abcdef0123456789abcdef01234567"

@@ -44,14 +44,11 @@ def test_a_run_is_read_as_its_files_say(path: Path) -> None:
     assert run.report() == path / "report.html" and run.report().is_file()
 
 
-def test_a_line_that_cannot_be_used_is_left_out_with_a_warning(path: Path) -> None:
+def test_a_bad_line_is_left_out_with_a_warning_and_another_folder_or_step_refused(path: Path, tmp_path: Path) -> None:
     with (path / "metrics.jsonl").open("a") as file:
         file.write('{"step": "4"}\n')
     with pytest.warns(UserWarning, match=r"metrics.jsonl: 1 line.*: 4"):
         assert len(Run(path).metrics) == 3
-
-
-def test_another_folder_and_another_step_are_refused(path: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"which has a spec.yaml"):
         Run(tmp_path)
     with pytest.raises(UserError, match=r"step: found 9, expected one whose trajectories are kept: \[1\]"):

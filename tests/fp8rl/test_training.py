@@ -63,10 +63,12 @@ def ends_with(code: int, *lines: str) -> str:
 def test_train_runs_the_command_prints_its_console_and_returns_the_run(tmp_path, monkeypatch, capsys):
     (tmp_path / "it").mkdir()
     (tmp_path / "it/spec.yaml").touch()
-    monkeypatch.setattr(training, "_PROGRAM", ends_with(3, "stopped: a gate"))
+    no_utf8 = r"import sys; sys.stdout.buffer.write(b'\xff\n'); "
+    monkeypatch.setattr(training, "_PROGRAM", no_utf8 + ends_with(3, "stopped: a gate"))
     found = train(SPEC, resume=True, run={"dir": str(tmp_path), "name": "it"})
     assert found.path == tmp_path / "it"
     assert capsys.readouterr().out.splitlines() == [
+        "\ufffd",
         f'train --resume -- {SPEC} run.dir="{tmp_path}" run.name="it"',
         "stopped: a gate",
     ]

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from fp8rl.rollout.engine.server.scratch import remove_scratch
 from tests.support.paths import ROOT
 from tests.support.warm_worker import MARK
 
@@ -120,14 +120,14 @@ class StartedRun:
         return [json.loads(line) for line in text.splitlines()]
 
     def destroy(self) -> None:
-        """Kill what is left of it, and remove the folder of its Ray cluster."""
+        """Kill what is left of it, and remove the folder of its Ray cluster, with its engines' shared memory."""
         family = self.family()
         for process in family:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         wait_until_gone(family, 10.0)
         for folder in (*self._folders, self.temporary):
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_scratch(Path(folder))
 
 
 def family_of(mark: str) -> list[psutil.Process]:

@@ -4,6 +4,7 @@ proof on the trainer's side that weights beside adapters stay as they are."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -47,9 +48,8 @@ class SimulatedEngine:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __getattr__(self, name: str) -> Any:
-        async def call(*given: str) -> None:  # pause, resume, flush and close
-            if name != "close":
-                self.calls.append(" ".join([name, *given]))
+        async def call(*given: str) -> None:  # pause, resume and flush
+            self.calls.append(" ".join([name, *given]))
 
         return call
 
@@ -109,11 +109,11 @@ class SimulatedTrainer:
 def engines(monkeypatch: pytest.MonkeyPatch) -> list[SimulatedEngine]:
     made: list[SimulatedEngine] = []
 
-    def make(endpoint: Endpoint, timeout_s: float) -> SimulatedEngine:
+    def make(endpoint: Endpoint, timeout_s: float) -> nullcontext[SimulatedEngine]:
         """A client; all of one engine are the engine."""
         if (known := next((engine for engine in made if engine.endpoint == endpoint), None)) is None:
             made.append(known := SimulatedEngine(endpoint))
-        return known
+        return nullcontext(known)
 
     monkeypatch.setattr(bridge, "EngineClient", make)
     return made

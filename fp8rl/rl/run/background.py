@@ -81,7 +81,7 @@ class Background:
             return
         with suppress(TimeoutError):  # of a coroutine that never awaits, or that takes long to end
             self.run(asyncio.sleep(0), _TURN_SECONDS)
-            self.run(_end_all(), 2 * GRACE_S)
+            self.run(end_all(), 2 * GRACE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_TURN_SECONDS)
         self.closed = True
@@ -119,5 +119,6 @@ def waited(
     return run
 
 
-async def _end_all() -> None:
+async def end_all() -> None:
+    """Cancel all other coroutines of this event loop, and wait for their end."""
     await end(*(task for task in asyncio.all_tasks() if task is not asyncio.current_task()))

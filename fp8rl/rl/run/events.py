@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Callable
 
 from fp8rl.numerics.core.errors import printable
-
-Argument = TypeVar("Argument")
-Result = TypeVar("Result")
 
 Handler = Callable[[str, int, str], object]
 """Takes an event: the metric that counts such events, how many there were, and a sentence."""
@@ -50,15 +46,6 @@ class Events:
         """Add an event and deliver it."""
         self.add(metric, count, text)
         self.deliver()
-
-
-async def called(function: Callable[[Argument], Awaitable[Result]], argument: Argument) -> Result:
-    """Call a user's function and return its result. If it raises a TimeoutError, as of a request of its own, raise
-    another error: a TimeoutError would say that the function itself takes too long."""
-    try:
-        return await function(argument)
-    except TimeoutError as error:
-        raise RuntimeError("it raised a TimeoutError, and did not catch it") from error
 
 
 FIRST = 8

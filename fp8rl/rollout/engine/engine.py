@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -28,11 +28,11 @@ from fp8rl.numerics.config import Mode
 from fp8rl.numerics.core.process import LOOPBACK
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine.protocol import EngineReport, check_report, failed_plugin, missing_report
-from fp8rl.rollout.engine.server.arguments import ServedChats, has_cuda, server_arguments, server_environment
+from fp8rl.rollout.engine.server.arguments import ServedChats, server_arguments, server_environment
 from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.engine.server.processes import claim_port, end_group, group_members
 from fp8rl.rollout.engine.server.scratch import make_scratch, sweep
-from fp8rl.rollout.types import Endpoint, EngineDiedError, EngineError
+from fp8rl.rollout.types import Endpoint, EngineDiedError, EngineError, Group, SamplingParams, Trajectory
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -73,12 +73,8 @@ class Engine(EngineClient):
         self._config, self._plugin, self._expected = config, plugin, expected
         self._host, self._served, self._api_key = host, served, api_key
         self._process: subprocess.Popen[bytes] | None = None
-        self._pids: set[int] = set()
         if plugin is not None and plugin.get("architecture") is not None:
             load_architecture(plugin["architecture"])  # in this process, which may be an actor's
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.stop()
 
     async def start(self, model_path: str | Path, weight_version: int = 0) -> Endpoint:
         """Start the server from a model directory, wait until it answers, and check the handshake.
@@ -122,6 +118,14 @@ class Engine(EngineClient):
                 f"the engine process {self.pid} ended with status {status}, expected it to run. {self._log_end()}"
             )
 
+    async def generate_in_any_loop(self, groups: Sequence[Group], sampling: SamplingParams) -> list[Trajectory]:
+        """Sample all groups, like `generate`, in an event loop that may be another one than that of `start`."""
+        try:
+            async with EngineClient(self.endpoint) as client:
+                return await client.generate(groups, sampling)
+        except httpx.TransportError as error:
+            raise await self._broken(error) from error
+
     async def cpu_seconds(self) -> float:
         """Return the processor seconds so far of all processes of the server except the one that answers requests.
 
@@ -145,7 +149,7 @@ class Engine(EngineClient):
 
     def _launch(self, model_path: Path, weight_version: int) -> None:
         """Start the server's process, and be its client from now on."""
-        config, plugin, cuda = self._config, self._plugin, has_cuda()
+        config, plugin, cuda = self._config, self._plugin, torch.cuda.is_available()
         model_type = ConfigFile.read(model_path, "model.path").model_type()
         numerics: Mapping[str, Any] = _STOCK if plugin is None else plugin["numerics"]
         mode: Mode = numerics["mode"]
@@ -233,10 +237,14 @@ class Engine(EngineClient):
         try:
             return await super()._send(method, path, admin, **options)
         except httpx.TransportError as error:
-            for _ in range(20):  # a connection breaks a moment before its process is gone
-                self.check()  # which says why
-                await asyncio.sleep(0.1)
-            raise EngineError(f"the engine at {self.url} broke the connection: {error!r}") from error
+            raise await self._broken(error) from error
+
+    async def _broken(self, error: httpx.TransportError) -> EngineError:
+        """Return an error of the engine in place of the connection's. Raises EngineDiedError: the process has ended."""
+        for _ in range(20):  # a connection breaks a moment before its process is gone
+            self.check()  # which says why
+            await asyncio.sleep(0.1)
+        return EngineError(f"the engine at {self.url} broke the connection: {error!r}")
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:

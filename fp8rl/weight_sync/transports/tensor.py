@@ -44,4 +44,5 @@ async def _load(bucket: Bucket, engines: Sequence[EngineClient]) -> None:
     """Let every engine load a bucket. An engine answers when its copies are done."""
     # An address is good for one reader, so each rank of an engine gets one.
     addresses = [[bucket.memory.address() for _ in range(engine.ranks)] for engine in engines]
-    await asyncio.gather(*(engine.load_bucket(to, bucket.entries) for engine, to in zip(engines, addresses)))
+    each = zip(engines, addresses, strict=True)
+    await asyncio.gather(*(engine.load_bucket(to, bucket.entries) for engine, to in each))

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import psutil
 import ray
+import torch
 from ray._private.state import available_resources_per_node
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fp8rl.numerics.backend.implementation import capability_of
 from fp8rl.numerics.core.errors import user_error
-from fp8rl.rollout.engine.server.arguments import has_cuda
 
 _EVERY_NODE_HAS = ("CPU", "GPU", "memory", "object_store_memory")
 _TOUCH = 0.001
@@ -147,7 +147,7 @@ def _checked(node: Node, call: ray.ObjectRef, mark: Path) -> NodeView:
 
 def own_capability() -> tuple[int, int] | None:
     """Return the compute capability of this machine's GPUs; None if it computes on its CPU."""
-    return capability_of("cuda" if has_cuda() else "cpu")
+    return capability_of("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def interface_of(address: str) -> str | None:

@@ -7,12 +7,12 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
-from fp8rl.rl.run.background import Background
-from fp8rl.rl.run.events import ENVIRONMENT_FAILURES, Events, Failures, called
+from fp8rl.rl.run.background import Background, end_all
+from fp8rl.rl.run.events import ENVIRONMENT_FAILURES, Events, Failures
+from fp8rl.rollout.deadlines import GRACE_S
 from fp8rl.rollout.tasks.environments import EnvironmentSection
 from fp8rl.rollout.tasks.environments.conversation import Conversation
 from fp8rl.rollout.tasks.environments.functions import load_environment
@@ -22,9 +22,6 @@ from fp8rl.rollout.types import EngineError, Group, SamplingParams, StaleWeights
 
 REWARD = "reward"
 """The name of an environment's result, if it returns one number without a name."""
-
-_END_SECONDS = 20.0
-"""Longest time in which an environment may end the conversations that are under way."""
 
 Ask = Callable[[Group, SamplingParams, int, object], "Future[list[Trajectory]]"]
 """Has engines answer a group; see `Engines.admit`."""
@@ -73,7 +70,8 @@ class Conversations:
         """Give up the conversations that are under way. A second call does nothing."""
         if isinstance(self._environment, Harness) and not self._background.closed:
             with suppress(TimeoutError):  # of an environment that never awaits; the rest ends with this process
-                self._background.run(self._environment.close(), _END_SECONDS)
+                self._background.run(end_all(), 2 * GRACE_S)  # else a request under way would delay the next line
+                self._background.run(self._environment.close(), GRACE_S)
         self._background.close()
 
     # The rest runs in the background.
@@ -92,7 +90,7 @@ class Conversations:
             group.prompt, seed, sampling, sample, self._tokenizer, self._config.timeout_s, self._longest
         )
         try:
-            outcome = _outcome(await conversation.run(partial(called, self._environment)))
+            outcome = _outcome(await conversation.run(self._environment))
             if not conversation.turns:
                 raise ReturnError("it ended before the model's first turn, expected it to call sample()")
         except (EngineError, StaleWeightsError):

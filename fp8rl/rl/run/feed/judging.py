@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedTokenizerBase
 
 from fp8rl.rl.run.background import Background
-from fp8rl.rl.run.events import REWARD_FAILURES, Events, Failures, called
+from fp8rl.rl.run.events import REWARD_FAILURES, Events, Failures
 from fp8rl.rollout.deadlines import within
 from fp8rl.rollout.tasks.environments.conversation import Said, transcript
 from fp8rl.rollout.tasks.named_functions import Numbers, ReturnError, is_finite
@@ -163,7 +163,7 @@ class Judge:
         asked = copy.deepcopy(function.asked(offered))  # the function may change its arguments
         try:
             if function.is_async:
-                return function.parts(await within(seconds, called(function, asked)), answers)
+                return function.parts(await within(seconds, function(asked)), answers)
             if function.config.function in BUILT_IN and BUILT_IN[function.config.function].cheap:
                 return function.parts(function(asked), answers)
             loop = asyncio.get_running_loop()

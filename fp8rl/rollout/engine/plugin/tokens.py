@@ -17,8 +17,6 @@ from fp8rl.numerics.ops import NewSlots
 
 Slots = tuple[Tensor, Tensor, Tensor | None, Tensor]
 """The table of slots, and by sequence: its row in the table, its new tokens (None: 1 each), and all its tokens."""
-
-
 Rotation = Callable[[NewSlots | None], tuple[Tensor, Tensor]]
 """Returns rotated queries and keys. Also writes keys and values to a cache if it gets one."""
 

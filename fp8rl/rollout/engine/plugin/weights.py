@@ -181,11 +181,10 @@ class ServedWeights:
 
         Raises `RuntimeError` if the parameter has no operand of this version.
         """
-        held = self._held.get(parameter)
-        if held is None or held.version is None or held.version != self.version:
-            found = held.version if held is not None else None
+        held = self._held[parameter]
+        if held.version is None or held.version != self.version:
             raise RuntimeError(
-                f"fp8rl plugin: found an operand of version {found} in a forward pass, expected version "
+                f"fp8rl plugin: found an operand of version {held.version} in a forward pass, expected version "
                 f"{self.version}: an update was not committed. Replace this engine"
             )
         return held.operand

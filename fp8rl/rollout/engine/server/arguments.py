@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fp8rl.numerics.backend.implementation import BOUNDED_MEMORY
 from fp8rl.numerics.config import KVPrecision, Mode
 from fp8rl.numerics.core.process import LOOPBACK
@@ -90,11 +88,6 @@ class ServedChats:
         if self.chat_template:
             found += ["--default-chat-template-kwargs", json.dumps(dict(self.chat_template))]
         return found
-
-
-def has_cuda() -> bool:
-    """Return True if engines on this machine run on a GPU."""
-    return torch.cuda.is_available()
 
 
 def server_arguments(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -291,12 +290,7 @@ class EngineClient:
         Raises EngineError if the status is not 200, or if the answer has `"success": false`.
         """
         response = await self._send("POST", path, admin=True, json=body)
-        try:
-            answer = response.json()
-        except json.JSONDecodeError:
-            return {}
-        if not isinstance(answer, dict):
-            return {}
+        answer: dict[str, Any] = response.json() if response.text.startswith("{") else {}
         if answer.get("success") is False:
             raise EngineError(f"{path} failed: {answer.get('message', answer)}")
         return answer

@@ -73,8 +73,8 @@ class Branch:
         if at is not None:
             del self.tokens[at:]
             self._environment_spans = [(begin, min(end, at)) for begin, end in self._environment_spans if begin < at]
-        if len(ids) >= self.remaining:  # with one token left there is nothing to answer with
-            self.truncated = True
+        self.truncated = len(ids) >= self.remaining  # with one token left there is nothing to answer with
+        if self.truncated:
             raise ConversationOverError
         spans, begin = self._environment_spans, len(self.tokens)
         if spans and spans[-1][1] == begin:

@@ -15,7 +15,7 @@ from itertools import chain, cycle, pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from fp8rl.numerics.sampling import branch_seed
-from fp8rl.rollout.deadlines import end
+from fp8rl.rollout.deadlines import end, result_of
 from fp8rl.rollout.tasks.chat import continuation_ids, prompt_ids
 from fp8rl.rollout.tasks.environments.branch import Branch, ConversationOverError
 from fp8rl.rollout.tasks.tokens import behind_ids, text_of
@@ -177,10 +177,9 @@ class Conversation:
 
         Raises ConversationOverError: the prompt leaves no room for an answer.
         """
-        limit = self._limit(prompt_ids)
         same = sum(branch.prompt_ids == prompt_ids for branch in self._branches)
-        branch = Branch(prompt_ids, branch_seed(self._main.seed, prompt_ids, same), limit)
-        if limit < 1:
+        branch = Branch(prompt_ids, branch_seed(self._main.seed, prompt_ids, same), self._limit(prompt_ids))
+        if branch.remaining < 1:
             raise ConversationOverError
         self._branches.append(branch)
         return branch
@@ -208,10 +207,10 @@ class Conversation:
             raise
         finally:
             self._under_way -= 1
+            if not self._under_way:
+                self._give(self._timeout_s)
         if self._ended:  # its rows are taken as they are
             raise ConversationOverError
-        if not self._under_way:
-            self._give(self._timeout_s)
         self._last = branch
         return turn
 
@@ -227,13 +226,12 @@ class Conversation:
         try:
             async with self._scope:
                 await asyncio.wait({running})
-            returned = running.result()
+            returned = result_of(running)
         except ConversationOverError:
             pass
         except Exception:
-            if self._lost is not None:
-                raise self._lost from None
-            raise
+            if self._lost is None:
+                raise
         finally:
             await end(running)
             self._ended = True

@@ -16,8 +16,6 @@ from fp8rl.rollout.tasks.environments.harness import Harness
 from fp8rl.rollout.tasks.named_functions import named_object
 from fp8rl.rollout.tasks.tool_calls import parsers
 
-Environment = Callable[[Conversation], Awaitable[Any]]
-
 BUILT_IN = {SINGLE_TURN: "fp8rl.rollout.tasks.environments.functions:single_turn", HARNESS: ""}
 _EXAMPLES = {
     "calculator": "examples/environments.py, and name environments.py:calculator",
@@ -34,7 +32,7 @@ async def single_turn(conversation: Conversation) -> None:
     await conversation.sample()
 
 
-def load_environment(config: EnvironmentSection) -> Environment:
+def load_environment(config: EnvironmentSection) -> Callable[[Conversation], Awaitable[Any]]:
     """Load the function that `config` names, with its `kwargs`. For `harness` load its program. Raises UserError: there
     is no such function, its module cannot be imported, it is not `async`, or it cannot be called with a conversation
     and `kwargs`."""

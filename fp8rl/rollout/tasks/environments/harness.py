@@ -76,7 +76,7 @@ class Harness:
                 ) from None
             finally:
                 await end(lost, program)
-            if not program.done() or program.cancelled():  # the engines are lost, which the conversation says
+            if recording.lost.is_set():  # the conversation says why
                 raise ConversationOverError
             if recording.over and program.exception() is not None:
                 raise ConversationOverError from program.exception()
@@ -150,8 +150,7 @@ class ProgramEndpoint:
                 app.router.add_post(path, self._complete)
             self._runner = web.AppRunner(app, access_log=None, keepalive_timeout=_HEADERS_S)
             await self._runner.setup()
-            site = web.TCPSite(self._runner, LOOPBACK, 0)
-            await site.start()
+            await web.TCPSite(self._runner, LOOPBACK, 0).start()
             self.url = f"http://{LOOPBACK}:{self._runner.addresses[0][1]}/v1"
 
     async def close(self) -> None:

@@ -126,8 +126,10 @@ class Recording:
         """Yield a completion in each form with which later prompts may begin: with and without its stop."""
         decode, ids = partial(text_of, self.conversation.tokenizer), point.branch.ids[point.begin : point.length]
         yield decode(ids[:-1] if point.ended else ids), point
-        for length in range(len(ids), 0, -1):
-            if not point.ended and decode(ids[:length]) == text:
+        for length in range(len(ids), 0, -1) if not point.ended else ():
+            if len(shown := decode(ids[:length])) < len(text):
+                break  # all that are left are shorter, and to decode them would hold up every other conversation
+            if shown == text:
                 yield text, replace(point, length=point.begin + length)
 
     async def _sampled(self, branch: Branch, request: CompletionRequest) -> tuple[_Point, str]:
@@ -152,7 +154,7 @@ class Recording:
             begin, whole = len(branch.ids), count == len(ids)
             branch.append_turn(turn, length=count, stops=stops)
             ended = whole and turn.finished and ids[-1] not in stops
-            return _Point(branch, begin, begin + count, ended, truncated=whole and not turn.finished), text
+            return _Point(branch, begin, begin + count, ended, whole and not (turn.finished or found)), text
         finally:
             self._busy.discard(branch)
             if not self._busy:

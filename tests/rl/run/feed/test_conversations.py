@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -16,7 +17,9 @@ from fp8rl.rl.run.feed.conversations import Conversations
 from fp8rl.rl.run.feed.sampling import done
 from fp8rl.rollout.tasks.environments import EnvironmentSection
 from fp8rl.rollout.types import EngineError, Group, Problem, Prompt, SamplingParams, Trajectory
+from tests.support.paths import EXAMPLES
 from tests.support.pools import told
+from tests.support.servers import wait_until
 
 ENVIRONMENTS = """
 import asyncio, time
@@ -45,6 +48,9 @@ async def asks(conversation):
 
 async def blocks(conversation):
     time.sleep(3)
+
+async def cancels(conversation):
+    raise asyncio.CancelledError
 
 async def tokens(conversation):
     await conversation.sample()
@@ -120,6 +126,7 @@ def test_each_answer_is_a_conversation_of_its_own_length_at_one_engine(make: Mak
         ("raises", "KeyError: 'no such thing'"),
         ("hangs", "it took more than 0.5 s between two turns (environment.timeout_s)"),
         ("asks", "TimeoutError: of a request"),
+        ("cancels", "RuntimeError: found a CancelledError of a function's own, expected it to catch"),
         ("tokens", "it returned list [5, 6, 7], expected nothing, a number or named numbers, finite in FP32; text"),
         ("silent", "it ended before the model's first turn, expected it to call sample()"),
     ],
@@ -151,6 +158,19 @@ def test_one_conversation_that_succeeds_leaves_the_others_their_failures(make: M
     conversations = make("sometimes", max_failures=1000)
     answers = begun(conversations, 1, *[2] * 20).result(timeout=20)
     assert [answer.failed for answer in answers] == [answer.seed != 1 for answer in answers]
+
+
+@pytest.mark.slow
+def test_an_end_waits_for_no_request_of_a_program(tokenizer: Any) -> None:
+    asked: list[Future[list[Trajectory]]] = []
+    harness = {"program": f"{EXAMPLES / 'agent.py'}:solve", "tool_parser": "qwen25"}
+    config = EnvironmentSection.model_validate({"function": "harness", "harness": harness})
+    conversations = Conversations(config, tokenizer, lambda *_: asked.append(Future()) or asked[0], 100)
+    answers = begun(conversations, 1)
+    assert wait_until(lambda: bool(asked), 60)
+    began = time.monotonic()
+    conversations.close()
+    assert time.monotonic() - began < 15 and answers.cancelled() and told(conversations.failures.events) == []
 
 
 def test_an_error_of_the_engines_is_not_the_environments(make: Make, engines: Engines) -> None:

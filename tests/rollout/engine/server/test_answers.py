@@ -25,16 +25,13 @@ def answer(**meta: Any) -> dict[str, Any]:
     return {"output_ids": [5, 7], "meta_info": {**about, "weight_versions": [span("2", 0, 2)], **meta}}
 
 
-def test_versions_expand_to_one_per_token() -> None:
+def test_versions_expand_to_one_per_token_or_are_refused() -> None:
     spans = [span("1", 0, 2), span("4", 2, 3), span("5", 3, 6)]
     assert answers.expand_versions(spans, 6) == [1, 1, 4, 5, 5, 5]
     assert answers.expand_versions([span("1", 0, 0)], 0) == answers.expand_versions([], 0) == []
-
-
-@pytest.mark.parametrize("spans", [(), [("0", 0, 2)], [("0", 1, 3)], [("0", 0, 1), ("1", 2, 3)], [("0", 0, 4)]])
-def test_spans_that_do_not_cover_the_tokens_are_refused(spans: list[tuple[str, int, int]]) -> None:
-    with pytest.raises(EngineError, match="cover the 3 generated tokens"):
-        answers.expand_versions([span(*each) for each in spans], 3)
+    for wrong in ((), [("0", 0, 2)], [("0", 1, 3)], [("0", 0, 1), ("1", 2, 3)], [("0", 0, 4)]):
+        with pytest.raises(EngineError, match="cover the 3 generated tokens"):
+            answers.expand_versions([span(*each) for each in wrong], 3)
     with pytest.raises(EngineError, match="'default'"):
         answers.expand_versions([span("default", 0, 3)], 3)
 
@@ -55,12 +52,9 @@ def test_an_answer_that_the_engine_gives_up_is_an_error_and_one_that_a_pause_cut
         answers.parse_completion(answer(finish_reason=abort))
     cut = answers.parse_completion(answer(finish_reason={**abort, "status_code": None}))
     assert cut.aborted and not cut.finished and cut.token_ids == [5, 7]
-
-
-@pytest.mark.parametrize("logprobs", [[[-0.25, 5, None]], [[-1.5, 7, None], [-0.25, 5, None]]])
-def test_logprobs_of_other_tokens_are_an_error(logprobs: list[Any]) -> None:
-    with pytest.raises(EngineError, match="logprobs"):
-        answers.parse_completion(answer(output_token_logprobs=logprobs))
+    for logprobs in ([[-0.25, 5, None]], [[-1.5, 7, None], [-0.25, 5, None]]):  # of other tokens
+        with pytest.raises(EngineError, match="logprobs"):
+            answers.parse_completion(answer(output_token_logprobs=logprobs))
 
 
 def test_the_likeliest_tokens_come_with_their_logprobs_or_are_missed() -> None:
@@ -71,11 +65,8 @@ def test_the_likeliest_tokens_come_with_their_logprobs_or_are_missed() -> None:
     assert (found.lists(), found.logprobs.tolist()) == ([[5, 9], [1, 7]], [-0.25, -2.0, -0.5, -1.5])
     first = found.first(1)
     assert first.then(found).logprobs is not None and len(first.then(found).lists()) == 3
-    for wrong in (
-        {},
-        {"output_top_logprobs": likely[:1]},
-        {"output_top_logprobs": [[*likely[0], likely[0][0]], likely[1]]},
-    ):
+    lists = (likely[:1], [[*likely[0], likely[0][0]], likely[1]])
+    for wrong in ({}, *({"output_top_logprobs": each} for each in lists)):
         with pytest.raises(EngineError, match="expected one of up to 2 for each of the 2 generated tokens"):
             answers.parse_completion(answer(**wrong), sampling=asked)
 
@@ -97,6 +88,12 @@ def test_routes_are_read_by_token_layer_and_expert() -> None:
     assert answers.parse_routes(meta(), tokens=1, sizes=SHAPE).shape == (0, 2, 3)
     later = answers.parse_routes(meta(*range(12)), tokens=3, sizes=replace(SHAPE, dense_layers=1))
     assert later.tolist() == [[[3, 4, 5]], [[9, 10, 11]]]
+    found = answer(prompt_tokens=2, **meta(*range(18)))  # two prompt tokens and two generated ones: routes of three
+    both = answers.parse_completion(found, SHAPE).routed_experts
+    assert both is not None and both.flatten().tolist() == list(range(18)) and both.shape == (3, 2, 3)
+    found["meta_info"]["prompt_tokens"] = 3
+    with pytest.raises(EngineError, match="found 18 routed experts, expected 24"):
+        answers.parse_completion(found, SHAPE)
 
 
 @pytest.mark.parametrize("count", [0, 6, 11, 18])
@@ -105,16 +102,6 @@ def test_routes_of_another_number_of_tokens_are_an_error(count: int) -> None:
         answers.parse_routes(meta(*range(count)), tokens=3, sizes=SHAPE)
     with pytest.raises(EngineError, match="found no routed experts, expected the experts of 2 tokens"):
         answers.parse_routes({"id": "r"}, tokens=3, sizes=SHAPE)
-
-
-def test_an_answer_carries_the_routes_of_prompt_and_generation() -> None:
-    """A prompt of two tokens and two generated ones: routes of three."""
-    found = answer(prompt_tokens=2, **meta(*range(18)))
-    routes = answers.parse_completion(found, SHAPE).routed_experts
-    assert routes is not None and routes.flatten().tolist() == list(range(18)) and routes.shape == (3, 2, 3)
-    found["meta_info"]["prompt_tokens"] = 3
-    with pytest.raises(EngineError, match="found 18 routed experts, expected 24"):
-        answers.parse_completion(found, SHAPE)
 
 
 # Log-probabilities of given tokens.

@@ -46,14 +46,11 @@ def test_a_difference_is_named_with_both_values(changes: dict[str, Any], said: l
     assert message.count("\n- ") == len(changes) and all(part in message for part in said), message
 
 
-def test_a_missing_report_quotes_the_log_about_the_plugin() -> None:
+def test_a_missing_report_quotes_the_log_about_the_plugin_if_it_is_to_blame() -> None:
     log = "Load weight begin\nFailed to load plugin fp8rl from group sglang.srt.plugins\nImportError: no numerics\n"
     message = str(missing_report(log))
     assert "did not load" in message and "ImportError: no numerics" in message
     assert "Load weight begin" not in message
-
-
-def test_a_server_that_died_without_its_plugin_is_told_apart_from_others() -> None:
     log = "Failed to execute general plugin: fp8rl\nValueError: wrong\n\nAssertionError: requires AMX\n"
     assert "ValueError: wrong" in str(failed_plugin(log))
     assert failed_plugin("Load weight begin\nMemoryError\n") is None

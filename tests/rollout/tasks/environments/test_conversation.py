@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -86,13 +87,14 @@ def test_an_error_of_the_engine_is_not_hidden_by_an_environment_that_catches_eve
 
 @pytest.mark.slow
 def test_the_time_of_an_environment_is_bounded_and_that_of_the_engine_is_not_its_own(tokenizer: Any) -> None:
-    async def run(environment_s: float, engine_s: float) -> None:
+    async def run(environment_s: float, engine_s: float, patience_s: float | None = None) -> None:
         async def sampler(group: Group, sampling: SamplingParams) -> Trajectory:
             await asyncio.sleep(engine_s)
             return Trajectory(group.prompt.token_ids, [5], [-1.0], False, [0], 0, 1)
 
         async def environment(conversation: Conversation) -> None:
-            await conversation.sample(max_new_tokens=1)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(conversation.sample(max_new_tokens=1), patience_s)
             await asyncio.sleep(environment_s)
 
         prompt = Prompt(Problem("?", "!"), [1])
@@ -101,6 +103,8 @@ def test_the_time_of_an_environment_is_bounded_and_that_of_the_engine_is_not_its
     asyncio.run(run(environment_s=0.0, engine_s=0.5))
     with pytest.raises(TimeoutError):
         asyncio.run(run(environment_s=5.0, engine_s=0.0))
+    with pytest.raises(TimeoutError):  # also behind a turn for which it has not waited
+        asyncio.run(run(environment_s=5.0, engine_s=60.0, patience_s=0.05))
 
 
 def test_an_environment_may_begin_with_messages_of_its_own(play: Stage, tokenizer: Any) -> None:

@@ -239,13 +239,6 @@ def test_a_long_text_is_tokenized_beside_the_other_conversations_all_of_which_fi
     assert len(found) == 1 and found.pop().startswith("http://127.0.0.1:")
 
 
-@pytest.mark.parametrize("forced", ["required", {"type": "function", "function": {"name": "add"}}])
-def test_a_forced_call_is_taken_as_one_that_may_be_made_where_the_spec_says_so(forced: Any) -> None:
-    """smolagents sends `required` in every request."""
-    body = {"model": "policy", "messages": [USER], "tools": [TOOL], "tool_choice": forced}
-    assert read_request(json.dumps(body).encode(), True, SamplingParams(8), ("tool_choice",), vocabulary=128).may_call
-
-
 def test_a_program_gets_nothing_but_its_own_conversation(tokenizer: Any) -> None:
     async def agent(client: openai.AsyncOpenAI) -> None:
         with pytest.raises(openai.AuthenticationError, match="found no key of an active conversation"):
@@ -253,10 +246,16 @@ def test_a_program_gets_nothing_but_its_own_conversation(tokenizer: Any) -> None
         with pytest.raises(openai.NotFoundError, match="POST /v1/embeddings: Not Found"):
             await client.embeddings.create(model="policy", input="1")
         await say(client, [USER], stop=["1", EOS])  # the end of turn is no stop, so rewards do not read it
-        (choice,) = (await client.completions.create(model="policy", prompt="1+2=", stop=["++"], max_tokens=9)).choices
-        assert (choice.text, choice.finish_reason) == ("12", "stop")
+        await client.completions.create(model="policy", prompt="1", max_tokens=150)
+        for most in (9, 4):
+            said = await client.completions.create(model="policy", prompt="1+2=", stop=["++"], max_tokens=most)
+            assert (said.choices[0].text, said.choices[0].finish_reason) == ("12", "stop")
 
-    assert [row.stopped for row in played(tokenizer, agent, "3" + EOS, "12++77" + EOS)[1]] == [False, True]
+    counted, decoded = copy.copy(tokenizer), list[int]()
+    counted.decode = lambda ids, **options: decoded.append(len(ids)) or tokenizer.decode(ids, **options)
+    rows = played(counted, agent, "3" + EOS, "7" * 150, *["12++77" + EOS] * 2)[1]
+    assert sorted(row.stopped for row in rows) == [False, False, False, True]
+    assert sum(decoded) < 20 * 150, "a long completion is not decoded once for each of its tokens"
 
 
 def test_requests_without_end_are_refused_and_settings_that_are_overridden_are_not_heard(tokenizer: Any) -> None:
@@ -267,16 +266,23 @@ def test_requests_without_end_are_refused_and_settings_that_are_overridden_are_n
 
     _, _, model = played(tokenizer, agent, "3" + EOS, max_requests=1, override=("temperature",))
     assert model.asked[0][2].temperature == 1.0
+    for forced in ("required", {"type": "function", "function": {"name": "add"}}):  # smolagents sends `required`
+        body = json.dumps({"model": "policy", "messages": [USER], "tools": [TOOL], "tool_choice": forced})
+        assert read_request(body.encode(), True, SamplingParams(8), ("tool_choice",), vocabulary=128).may_call
 
 
 def test_a_program_that_fails_for_want_of_room_has_come_to_the_end_of_its_answer(tokenizer: Any) -> None:
     async def agent(client: openai.AsyncOpenAI) -> float:
-        said = await say(client, [USER])
-        await say(client, [USER, {"role": "assistant", "content": said}, USER])
+        long = {"role": "user", "content": "1" * 40}
+        history: list[Any] = [USER, {"role": "assistant", "content": await say(client, [USER])}]
+        with pytest.raises(openai.BadRequestError, match=SHORT_OF_ROOM):
+            await say(client, [*history, long])
+        assert await say(client, [*history, USER]) == "4", "a shorter message has room"
+        await say(client, [*history, USER, {"role": "assistant", "content": "4"}, long])
         return 1.0
 
-    returned, (row,), _ = played(tokenizer, agent, "3" + EOS, room=8)
-    assert returned is None and not row.finished
+    returned, (row,), _ = played(tokenizer, agent, "3" + EOS, "4" + EOS, room=40)
+    assert returned is None and not row.finished and sampled([row]) == 4
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import torch
 from pydantic import ValidationError
 
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.rollout.tasks.named_functions import ReturnError, named_object
+from fp8rl.rollout.tasks.named_functions import ReturnError
 from fp8rl.rollout.tasks.rewards import RewardFunction, RewardSection, RewardsSection, load_function
 
 ALL = {"question": "q", "answer": "a", "reference": "r", "finished": True, "tokens": 3}
@@ -26,8 +26,6 @@ def ranked(answers, tokens):
 async def asked(question, answer): ...
 
 def both(answer, answers): ...
-
-def blind(question): ...
 
 def needy(answer, threshold): ...
 
@@ -45,6 +43,8 @@ def module(tmp_path: Path) -> Path:
     (tmp_path / "mine.py").write_text(MODULE)
     (tmp_path / "leaves.py").write_text("import sys\nsys.exit(3)\n")
     (tmp_path / "broken.py").write_text("def short(answer: return 1\n")
+    (tmp_path / "raises.py").write_text("def __getattr__(name):\n    raise RuntimeError(name)")
+    os.mkfifo(tmp_path / "pipe.py")
     return tmp_path
 
 
@@ -69,6 +69,8 @@ def test_a_function_is_found_and_gets_what_it_asks_for(module: Path, monkeypatch
         ("{}/mine.py:long", {}, "expected a function of {}/mine.py, which has short, ranked, asked"),
         ("{}/broken.py:short", {}, "SyntaxError"),
         ("{}/leaves.py:short", {}, "this one ends in SystemExit: 3"),
+        ("{}/raises.py:reward", {}, "RuntimeError: reward"),
+        ("{}/pipe.py:reward", {}, "a pipe, no regular file"),
         ("{}/mine.py:both", {}, "expected a function of answer, or of answers for a whole group"),
         ("{}/mine.py:needy", {}, "kwargs give no threshold"),
         ("{}/mine.py:short", {"limits": 3}, "rewards.functions.0.kwargs: found 'limits'"),
@@ -112,19 +114,6 @@ def test_a_list_stands_for_the_functions_and_their_labels_differ() -> None:
         RewardsSection.model_validate([{"function": "a:short"}, {"function": "b:short"}])
     named = RewardsSection.model_validate([{"function": "a:short"}, {"function": "b:short", "name": "other"}])
     assert [function.label for function in named.functions] == ["short", "other"]
-
-
-@pytest.mark.slow
-def test_what_a_module_raises_is_said(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text("def __getattr__(name):\n    raise RuntimeError(name)")
-    with pytest.raises(UserError, match="RuntimeError: reward"):
-        load_function(RewardSection(function=f"{tmp_path / 'own.py'}:reward"), "rewards")
-
-
-def test_a_file_of_python_is_a_file(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "own.py")
-    with pytest.raises(UserError, match="rewards: found .*a pipe, no regular file"):
-        named_object(f"{tmp_path / 'own.py'}:reward", "rewards", {})
 
 
 def test_a_file_is_imported_once_and_again_when_it_has_changed(tmp_path: Path) -> None:
