@@ -6,6 +6,7 @@ import subprocess
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import constants
@@ -21,7 +22,7 @@ from fp8rl.rl.guard.guard import GateState
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine.engine import Engine
-from fp8rl.rollout.types import Endpoint, EngineDiedError
+from fp8rl.rollout.types import Endpoint, EngineDiedError, Group, SamplingParams, Trajectory
 from fp8rl.trainer.checkpoint.files import About, write_about
 from tests.support.paths import EXAMPLES, new_run
 from tests.support.scored_batches import CapsuleRun, scored_batch
@@ -95,6 +96,20 @@ def test_an_engine_that_dies_ends_the_evaluation_with_the_end_of_its_log(data: P
     monkeypatch.setattr(evaluating, "serve", lambda *_: nullcontext(server))
     with pytest.raises(EngineDiedError, match="ended with status 1, expected it to run. The end of .*\nno memory"):
         evaluating.evaluate(read_evaluated(MODEL, [str(data)], []), server.log_path, print)
+
+
+def test_failures_of_rewards_are_said(data: Path, monkeypatch) -> None:
+    async def sampled(groups: list[Group], sampling: SamplingParams) -> list[Trajectory]:
+        each = enumerate(groups)
+        return [Trajectory(one.prompt.token_ids, [5], [-0.5], True, [0], n, one.seeds[0]) for n, one in each]
+
+    Path("mine.py").write_text("def score(answer, reference):\n    raise KeyError('none')\n")
+    data.write_text(3 * data.read_text())
+    server = nullcontext(SimpleNamespace(generate_in_any_loop=sampled))
+    monkeypatch.setattr(evaluating, "serve", lambda *_: server)
+    subject, said = read_evaluated(MODEL, [str(data)], ['rewards=[{function: "mine.py:score"}]']), []
+    assert evaluating.evaluate(subject, data, said.append)["eval/sums/accuracy"] == 0
+    assert "KeyError: 'none'" in said[-2] and said[-1] == "2 more rewards failed"
 
 
 NAME, COMMIT = "owner/tiny", "0123456789abcdef0123456789abcdef01234567"
