@@ -21,8 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from setproctitle import getproctitle
-
 _WAIT = """import runpy, select, sys
 module, sys.argv = sys.argv[1], sys.argv[1:]
 if 0 not in select.select([0, int(sys.argv[1])], [], [])[0]:
@@ -60,6 +58,8 @@ def serve(listener: socket.socket, become: Callable[[dict[str, Any], list[int]],
     become: what the fork does, of what was asked for and the files that came with it. outlive: a fork goes on where the
     process that asked for it has ended; it is killed otherwise.
     """
+    from setproctitle import getproctitle  # a lent machine's image lacks it, and forks nothing
+
     getproctitle()  # which finds its room in memory beside the first environment: forks get another one
     gc.collect()
     gc.freeze()  # or each fork walks through all that the imports have made
