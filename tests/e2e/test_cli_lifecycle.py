@@ -55,9 +55,6 @@ def test_a_run_that_samples_ahead_ends_in_the_same_bits_whatever_dies_on_the_way
         "checkpoint.every=1",
         "trainer.hung_after_s=15",
     ]
-    run = finished(tmp_path, *settings, "rollout.engines=2", "rollout.chunked_prefill_size=16", name="whole")
-    whole = read_metrics(run.metrics)
-
     # Everything at once, as when a machine loses its power, while a checkpoint is written.
     parts = start(*settings, name="parts")
     parts.wait_until(lambda: list(parts.path.glob("checkpoints/.*step_2*")), "unfinished checkpoint")
@@ -76,6 +73,8 @@ def test_a_run_that_samples_ahead_ends_in_the_same_bits_whatever_dies_on_the_way
     assert newest in (1, 2) and [row["step"] for row in parts.rows()] == list(range(newest + 1))
     parts.wait_for(f"step 3/{STEPS}")
     parts.member("TrainerActor").send_signal(signal.SIGSTOP)
+    run = finished(tmp_path, *settings, "rollout.engines=2", "rollout.chunked_prefill_size=16", name="whole")
+    whole = read_metrics(run.metrics)  # of the run that nothing disturbs, beside which the other one waits
     assert parts.ends() == 0, parts.console()
     said = parts.console()
     assert said.count("lost (TrainerDiedError: trainer rank 0: found no answer within 15 s") == 1

@@ -94,7 +94,8 @@ def test_a_submitted_job_shows_its_steps_and_stopped_it_leaves_no_process_and_wh
         if "No available agent" not in said.read_text():  # it comes up a little after the head
             break
         time.sleep(1.0)
-    wait_for(lambda: metrics.is_file() and metrics.read_text().count("\n") > 2, said)
+    wait_for(lambda: ended in said.read_text() or (metrics.is_file() and metrics.read_text().count("\n") > 2), said)
+    assert ended not in said.read_text(), said.read_text()
     busy = of_runs(head.mark)
     assert any("TrainerActor" in command_of(process) for process in busy)
     (job,) = set(re.findall(r"raysubmit_\w+", said.read_text()))

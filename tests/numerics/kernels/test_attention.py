@@ -144,7 +144,7 @@ class Sequences:
 
     def __init__(self, lengths, heads=8, key_heads=2, dim=64, newest=10000, kv=BF16_CACHE):
         generator = torch.Generator().manual_seed(0)
-        self.lengths = lengths
+        self.lengths, self.kv = lengths, kv
         slots = torch.randperm(2 * sum(lengths), generator=generator).to(DEVICE)
         self.k_cache = torch.full((len(slots), key_heads, dim), torch.nan, dtype=torch.bfloat16, device=DEVICE)
         self.v_cache = self.k_cache.clone()
@@ -154,23 +154,29 @@ class Sequences:
         self.queries, self.expected, used = [], [], 0
         for i, length in enumerate(lengths):
             q = random(1, length, heads, dim, seed=10 + i)
-            k, v = (kv.keys(random(1, length, key_heads, dim, seed=seed + i)) for seed in (30, 50))
+            k, v = (random(1, length, key_heads, dim, seed=seed + i) for seed in (30, 50))
+            k, v = kv.keys(k), kv.values(v)
             own = slots[used : used + length]
             used += length
             self.table[self.requests[i], :length] = own.int()
             self.k_cache[own], self.v_cache[own] = k[0], v[0]
             self.queries.append(q[0])
             expected, positions = torch.full_like(q[0], torch.nan), torch.arange(length, device=DEVICE)[None, -newest:]
-            expected[-newest:] = ops.attention(q[:, -newest:], k, v, positions, SCALE)[0]
-            self.expected.append(expected)
+            expected[-newest:] = ops.attention(q[:, -newest:], k, v, positions, SCALE * kv.key_scale)[0]
+            self.expected.append(kv.result(expected))
         self.k_cache, self.v_cache = self.k_cache.to(kv.dtype), self.v_cache.to(kv.dtype)
 
+    def tokens(self, starts, stops):
+        """Queries of tokens starts[i] to stops[i] of each sequence, and what attention of these should be."""
+        both = self.queries, self.expected
+        return [torch.cat([x[a:b] for x, a, b in zip(each, starts, stops)]) for each in both]
+
     def run(self, starts, stops):
-        """Tokens starts[i] to stops[i] of each sequence, and what they should be."""
-        q = torch.cat([q[a:b] for q, a, b in zip(self.queries, starts, stops)])
+        """Attention of these tokens over the pages, and what it should be."""
+        q, expected = self.tokens(starts, stops)
         new, keys = (torch.tensor(x, device=DEVICE) for x in ([b - a for a, b in zip(starts, stops)], stops))
         out = ops.paged_attention(q, self.k_cache, self.v_cache, self.table, self.requests, new.int(), keys, SCALE)
-        return out, torch.cat([x[a:b] for x, a, b in zip(self.expected, starts, stops)])
+        return out, expected
 
 
 LENGTHS = [1, 300, 127, 129]

@@ -59,9 +59,8 @@ def test_an_entropy_that_is_not_asked_for_changes_no_bit(op):
     leaf = logits.clone().requires_grad_()
     logprobs, entropy = op(leaf, tokens, 0.7)
     alone = torch.autograd.grad(logprobs.sum(), leaf, retain_graph=True)[0]
-    beside = torch.autograd.grad(logprobs.sum() + 0.0 * entropy.detach().sum(), leaf, retain_graph=True)[0]
     weightless = torch.autograd.grad(logprobs.sum() + 0.0 * entropy.sum(), leaf)[0]
-    assert torch.equal(alone, beside) and torch.equal(alone, weightless)
+    assert torch.equal(alone, weightless)
 
 
 def test_each_row_has_its_own_temperature():

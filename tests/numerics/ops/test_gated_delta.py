@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.models.qwen3_next import modeling_qwen3_next as transformers
 
 from fp8rl.numerics import ops
 from tests.numerics.ops.test_ops import random
@@ -68,31 +67,6 @@ def test_values_and_gradients_are_those_of_the_recurrence_in_float64(decays: boo
     theirs = torch.autograd.grad((right * weight).sum(), exact)
     for mine, their in zip(torch.autograd.grad((out * weight).sum(), rows), theirs, strict=True):
         assert (mine - their).norm() < 2e-6 * their.norm()
-
-
-def test_the_rule_is_that_of_transformers() -> None:
-    q, k, v, g, beta = (x[None].float() for x in tokens(130))
-    q, k = (x.repeat_interleave(2, 2) for x in (q, k))
-    their, last = transformers.torch_recurrent_gated_delta_rule(q, k, v, g, beta, None, True, True)
-    state, where = torch.empty(1, 4, 64, 64), (torch.tensor([0]), torch.tensor([130]), torch.tensor([False]))
-    ours = ops.paged_gated_delta_rule(*(x[0] for x in (q, k, v, g, beta)), state, *where)
-    torch.testing.assert_close(ours, their[0], rtol=0, atol=1e-6)
-    torch.testing.assert_close(state, last, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("piece", [1, 2, 96])
-def test_a_convolution_in_pieces_has_the_bits_of_the_whole_and_the_values_of_torch(piece: int) -> None:
-    lengths = [200, 3, 97]
-    x, weight = random(300, 96), random(96, 4, seed=1)
-    together = ops.causal_conv(x, weight, torch.tensor(lengths))
-    for own, expected in zip(x.split(lengths), together.split(lengths), strict=True):
-        rows, found = torch.full((1, 3, 96), torch.nan).bfloat16(), []
-        for some in own.split(piece):
-            where = torch.tensor([0]), torch.tensor([len(some)]), torch.tensor([bool(found)])
-            found.append(ops.paged_causal_conv(some, weight, rows, *where))
-        assert torch.equal(torch.cat(found), expected) and torch.equal(rows[0], F.pad(own, (0, 0, 3, 0))[-3:])
-        theirs = F.conv1d(own.t()[None].double(), weight[:, None].double(), padding=3, groups=96)[0, :, : len(own)]
-        torch.testing.assert_close(expected, F.silu(theirs).t().bfloat16(), rtol=1e-2, atol=1e-6)
 
 
 def _conv(x: Tensor, weight: Tensor) -> Tensor:

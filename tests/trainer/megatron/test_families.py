@@ -71,8 +71,8 @@ def test_every_architecture_is_compared_with_transformers() -> None:
 APART = {"qwen3": 1e-5, "qwen3_moe": 1e-5}
 
 
-def assert_logits(path: Path, trainer: Any, apart: float) -> None:
-    """The trainer's logits in FP32 are those of transformers, whose indexers choose every key."""
+def assert_logits(path: Path, trainer: Any, apart: float) -> Any:
+    """The trainer's logits in FP32 are those of transformers, whose indexers choose every key. Return its model."""
     tokens = torch.randint(0, 128, (3, 70), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         logits = trainer.model(tokens, position_ids=None, attention_mask=None)
@@ -83,12 +83,46 @@ def assert_logits(path: Path, trainer: Any, apart: float) -> None:
     torch.testing.assert_close(logits, expected, rtol=0, atol=apart)
     assert torch.equal(fewer[:, :-1], expected[:, :-1])
     assert torch.equal(fewer, expected) != any(map(trainer.definition.sizes.keeps, model.state_dict()))
+    return model
 
 
 @each_family
-def test_fp32_logits_equal_transformers(name: str, folder: Path, make_trainer: MakeTrainer) -> None:
+def test_fp32_logits_and_gradients_are_those_of_transformers(
+    name: str, folder: Path, make_trainer: MakeTrainer
+) -> None:
     path = write(folder, name, torch.float32)
-    assert_logits(path, make_trainer(path, dtype=torch.float32), APART.get(name, 2e-5))
+    trainer = make_trainer(path, dtype=torch.float32)
+    model = assert_logits(path, trainer, APART.get(name, 2e-5))
+    if name in LEARNING:
+        assert_gradients(path, trainer, model, name)
+
+
+LEARNING = ("qwen3_moe", "qwen2", "llama", "olmoe", "mixtral", "glm4_moe", "deepseek_v3", "moonlight", *LINEAR)
+"""Families whose gradients are compared, too."""
+
+
+def assert_gradients(path: Path, trainer: Any, model: Any, name: str) -> None:
+    batch = random_batch()
+    real = batch.real_tokens().long()
+    logprobs = model(batch.tokens, attention_mask=real, use_cache=False).logits.log_softmax(-1)
+    chosen = logprobs[:, :-1].gather(-1, batch.tokens[:, 1:, None]).squeeze(-1)
+    (-(chosen * batch.loss_mask[:, 1:]).sum() / batch.loss_mask.sum()).backward()
+    table, compared = read_model(path).tensors, set()
+    found = {key: parameter.grad for key, parameter in model.named_parameters()}
+    if name == "mixtral":  # whose MLP transformers calls otherwise than its checkpoints do
+        found = {key.replace(".mlp.", ".block_sparse_moe."): gradient for key, gradient in found.items()}
+    for parameter, gradient in gradients(trainer).items():
+        rows = table.in_megatron[parameter]
+        for row, part in zip(rows, table.split(gradient, rows), strict=True):
+            key, expected = row.name, found.get(row.name)
+            if row.expert is not None:  # transformers holds a layer's experts together, gate and up in one
+                down = row.kind.endswith("down_proj")
+                key = f"{row.name.partition('.experts.')[0]}.experts.{'down_proj' if down else 'gate_up_proj'}"
+                expected = found[key][row.expert]
+                expected = expected if down else expected.chunk(2)[row.kind.endswith("up_proj")]
+            torch.testing.assert_close(part, expected, rtol=1e-3, atol=1e-6)
+            compared.add(key)
+    assert compared == found.keys()
 
 
 ONE, PLAIN = {"num_experts_per_tok": 1}, {"norm_topk_prob": False}
@@ -181,34 +215,6 @@ def test_draft_layers_and_indexers_are_kept_as_they_are(tmp_path: Path, make_tra
     trainer.weights.write(trainer.model, tmp_path / "written")
     written = load_file(tmp_path / "written" / "model.safetensors")
     assert written.keys() == stored.keys() and all(torch.equal(written[name], stored[name]) for name in stored)
-
-
-@pytest.mark.parametrize(
-    "name", ["qwen3_moe", "qwen2", "llama", "olmoe", "mixtral", "glm4_moe", "deepseek_v3", "moonlight", *LINEAR]
-)
-def test_gradients_are_those_of_transformers(name: str, folder: Path, make_trainer: MakeTrainer) -> None:
-    path, batch = write(folder, name, torch.float32), random_batch()
-    model = reference(path)
-    real = batch.real_tokens().long()
-    logprobs = model(batch.tokens, attention_mask=real, use_cache=False).logits.log_softmax(-1)
-    chosen = logprobs[:, :-1].gather(-1, batch.tokens[:, 1:, None]).squeeze(-1)
-    (-(chosen * batch.loss_mask[:, 1:]).sum() / batch.loss_mask.sum()).backward()
-    table, compared = read_model(path).tensors, set()
-    found = {key: parameter.grad for key, parameter in model.named_parameters()}
-    if name == "mixtral":  # whose MLP transformers calls otherwise than its checkpoints do
-        found = {key.replace(".mlp.", ".block_sparse_moe."): gradient for key, gradient in found.items()}
-    for parameter, gradient in gradients(make_trainer(path, dtype=torch.float32)).items():
-        rows = table.in_megatron[parameter]
-        for row, part in zip(rows, table.split(gradient, rows), strict=True):
-            key, expected = row.name, found.get(row.name)
-            if row.expert is not None:  # transformers holds a layer's experts together, gate and up in one
-                down = row.kind.endswith("down_proj")
-                key = f"{row.name.partition('.experts.')[0]}.experts.{'down_proj' if down else 'gate_up_proj'}"
-                expected = found[key][row.expert]
-                expected = expected if down else expected.chunk(2)[row.kind.endswith("up_proj")]
-            torch.testing.assert_close(part, expected, rtol=1e-3, atol=1e-6)
-            compared.add(key)
-    assert compared == found.keys()
 
 
 def test_vectors_gradients_on_two_ranks_are_as_on_one(folder: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:

@@ -1,5 +1,4 @@
-"""Adapters beside the engine's fused parameters: what products take, and what a sync of them alone proves. Faults:
-tests/rl/run/test_adapter_faults.py."""
+"""Adapters beside the engine's fused parameters: what products take, and what a sync of them alone proves."""
 
 from __future__ import annotations
 
