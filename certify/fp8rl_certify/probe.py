@@ -81,8 +81,10 @@ class Probe:
     def _recorded(self, rows: Sequence[list[int]]) -> Iterator[ProbeResult]:
         for way in self._ways(rows) if rows else ():
             before = self._found.get(way.name)
-            if before is not None and before.found is not None and way.why == TIME_OVER:
-                way = self._cut(before)
+            # What differed for some prompts stays found, whatever ends the way for the others.
+            cut = way.why == TIME_OVER or (before is not None and before.outcome == "differs")
+            if before is not None and before.found is not None and way.found is None and cut:
+                way = replace(before, why=way.why)
             self._found[way.name] = way
             if way.outcome == "differs":
                 self._broken.add(way.cause)

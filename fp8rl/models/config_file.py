@@ -115,7 +115,7 @@ class ConfigFile:
         """Refuse what is not supported: a key with another value than in `expected`, a kind of layer that
         is not in `layers` (such as a window of attention), and scaled rotary embeddings.
 
-        rotary_part: allow that only a part of a head is rotated. scaled: leave the check of the rotation to
+        rotary_part: allow that only a part of a head is rotated. scaled: leave the check of the scaling to
         `rope_scaling`. mrope: allow keys of the rotation that matter only for pictures."""
         for name, value in {"use_sliding_window": False, **expected}.items():
             found = self._values.get(name)
@@ -126,8 +126,9 @@ class ConfigFile:
             raise self._variant("layer_types", kinds, f"{' or '.join(map(repr, layers))} in every layer")
         for name in () if scaled else _ROPE_PLACES:
             self._scaling_at(name, None, _MROPE_KEYS if mrope else set())
-            if not rotary_part and (part := self._rope(name).get("partial_rotary_factor")) not in (None, 1):
-                raise self._variant(f"{name}.partial_rotary_factor", part, "1")
+        for place, part in () if rotary_part else self._stated("partial_rotary_factor").items():
+            if part != 1:
+                raise self._variant(place, part, "1")
 
     def refuse_unfixed(self, model: str, **values: tuple[float, float]) -> None:
         """Refuse values other than those that SGLang's code of a model fixes. values: (found, fixed) by key."""

@@ -15,7 +15,7 @@ from fp8rl.diagnose import measure
 from fp8rl_certify import api
 from fp8rl_certify.api import Answer
 from fp8rl_certify.compare import compare, difference
-from fp8rl_certify.http import Http, TimeUp
+from fp8rl_certify.http import Http, ServerFailed, TimeUp
 from fp8rl_certify.server import ServerReport, certify_server, rendered
 from tests.support.commands import invoke, result_of, shown
 from tests.support.planted_server import NAME, Planted, ask_little, serve
@@ -100,23 +100,24 @@ def test_a_server_that_stops_answering_is_undecided() -> None:
     assert report.ways[-1].outcome == "not reached" and "was over" in report.ways[-1].why
 
 
-@pytest.mark.parametrize(("fault", "verdict"), [("", "certified"), ("chunk", "broken")])
-def test_a_short_limit_has_a_verdict_on_a_few_prompts(fault: str, verdict: str, monkeypatch: Any) -> None:
-    """Each way is tried with a few prompts before any is tried with all."""
-    asked, left = Http._asked, iter(range(45))
+@pytest.mark.parametrize(("fault", "verdict"), [("", "certified"), ("chunk", "broken"), ("batch", "broken")])
+def test_a_way_that_ends_early_has_a_verdict_on_a_few_prompts(fault: str, verdict: str, monkeypatch: Any) -> None:
+    """Each way is tried with a few prompts before any is tried with all. What differed for some stays found."""
+    why = "the server did not answer: gone" if fault == "batch" else "the time was over"
+    asked, left = Http._asked, iter(range(30 if fault == "batch" else 45))
 
     def until_the_time_is_up(http: Http, method: str, path: str, body: Any, kind: Any) -> Any:
         load = body is not None and body["sampling_params"]["temperature"]  # whose requests come as they may
-        if not load and next(left, None) is None:
-            raise TimeUp
+        if not load and next(left, None) is None and (fault != "batch" or len(body["input_ids"]) == 8):
+            raise ServerFailed("gone") if fault == "batch" else TimeUp
         return asked(http, method, path, body, kind)
 
     monkeypatch.setattr(Http, "_asked", until_the_time_is_up)
     report = certified(Planted(fault))
     assert report.verdict == verdict and len(report.ways) == 11
-    cut = [way for way in report.ways if way.why == "the time was over"]
+    cut = [way for way in report.ways if way.why == why]
     assert cut and all(way.found is not None and way.found.answers < 3 for way in cut)
-    assert "asked with 1 of its prompts, then the time was over" in shown(rendered(report))
+    assert f"asked with 1 of its prompts, then {why}" in shown(rendered(report))
 
 
 def test_answers_are_compared_up_to_the_first_other_token() -> None:

@@ -7,13 +7,7 @@ from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import attention, mlp
 from fp8rl.models.sizes import ModelSizes, family_sizes
 
-VARIANTS = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "partial_rotary_factor": 1,
-    "pretraining_tp": 1,
-}
+VARIANTS = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "pretraining_tp": 1}
 """The only supported values of these keys."""
 
 

@@ -7,7 +7,7 @@ from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import attention, mlp
 from fp8rl.models.sizes import ModelSizes, family_sizes
 
-VARIANTS = {"hidden_act": "silu", "partial_rotary_factor": 1, "dual_chunk_attention_config": None}
+VARIANTS = {"hidden_act": "silu", "dual_chunk_attention_config": None}
 """The only supported values of these keys. Every Qwen2 has biases; no key turns them off."""
 
 
