@@ -62,7 +62,7 @@ def read_plan_subject(subject: str | None, overrides: Sequence[str] = ()) -> Pla
     if not packaged:
         path = model_directory(subject, None, "SPEC|MODEL", config_only=True)
     if not subject or not (packaged or path.is_dir()):
-        raise _unknown("SPEC|MODEL", subject, path.name, "a YAML spec, a Hugging Face directory")
+        raise _unknown("SPEC|MODEL", subject, path.name, "an existing YAML spec, a Hugging Face directory")
     directory = CONFIGS / packaged if packaged else path
     if (architecture := architecture_of(overrides)) is not None:
         load_architecture(architecture)

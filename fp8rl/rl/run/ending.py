@@ -64,15 +64,24 @@ def finish(record: Record, stopped: str = "") -> None:
             say(f"adapter  {files.adapter}")
         if files.model.is_dir():
             say(f"model    {files.model}")
-        say(f"serve    {typed('fp8rl')} serve {files.path}")
+        for line in commands_at_the_end(files):
+            say(line)
     if latest(files).exists():
         say(f"wandb    {leet(files, 'inspect', '--summary')}")
 
 
 def commands_after_a_stop(files: RunDir, step: int) -> list[str]:
     """Return the commands that explain a stop, if its step left a capsule, and that resume the run."""
-    why = [f"why      {typed('fp8rl')} explain {files.capsule(step)}"] if step in files.capsule_steps() else []
-    return [*why, resume_command(files)]
+    return [*_explain_command(files, [each for each in files.capsule_steps() if each == step]), resume_command(files)]
+
+
+def commands_at_the_end(files: RunDir) -> list[str]:
+    """Return the commands that explain the run's first capsule, if there is one, and that serve the model."""
+    return [*_explain_command(files, files.capsule_steps()), f"serve    {typed('fp8rl')} serve {files.path}"]
+
+
+def _explain_command(files: RunDir, steps: list[int]) -> list[str]:
+    return [f"why      {typed('fp8rl')} explain {files.capsule(step)}" for step in steps[:1]]
 
 
 def resume_command(files: RunDir) -> str:

@@ -106,7 +106,7 @@ class Failures:
         if self._count > self._limit:
             raise TooManyFailuresError(
                 f"found {self._count} failures of {self._what}s, expected at most {self._limit} ({self._key}). "
-                f"The last one, of {label}: {why}"
+                f"Correct the {self._what}, or raise {self._key}. The last one, of {label}: {why}"
             )
 
     def tell(self) -> None:

@@ -45,7 +45,7 @@ def named_object(name: str, key: str, built_in: Mapping[str, str]) -> Callable[.
         raise user_error(key, name, expected, remedy) from error
     if not callable(call):
         names = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
-        expected = f"a function of {where}, which has {', '.join(names) or 'none'}"
+        expected = f"a function or class of {where}, which has {', '.join(names) or 'none'}"
         raise user_error(key, name, expected, "Correct the name after the colon.")
     found: Callable[..., Any] = call
     try:

@@ -178,7 +178,7 @@ def test_keys_that_conflict_with_fp8_are_named(subject, keys, without, conflict)
 
 @pytest.mark.parametrize(
     ("subject", "overrides", "options", "message"),
-    [("qwen9", (), {}, "SPEC|MODEL: found 'qwen9', expected a YAML spec, a Hugging Face directory, or one of deeps"),
+    [("qwen9", (), {}, "SPEC|MODEL: found 'qwen9', expected an existing YAML spec, a Hugging Face directory, or one"),
      ("qwen3_4b", (), {"gpu": "v100"}, "--gpu: found 'v100', expected one of h100, h200, h800, h20, b200, b300"),
      ("qwen3_4b", ("trainer.tp=4",), {"gpus": 6}, "--gpus: found 6, expected a multiple of trainer.tp * trainer.pp"),
      ("qwen3_30b_a3b", ("trainer.ep=16",), {"gpus": 8}, "trainer.ep: found 16, expected a divisor of tp * dp"),

@@ -21,7 +21,7 @@ from fp8rl import supervising
 from fp8rl.numerics.core.errors import UserError, typed
 from fp8rl.rl.record.history import Event, append_entry, read_events
 from fp8rl.rl.run.background import Background
-from fp8rl.rl.run.ending import commands_after_a_stop, how_to_go_on
+from fp8rl.rl.run.ending import commands_after_a_stop, commands_at_the_end, how_to_go_on
 from fp8rl.rl.run.interrupts import BoundedExitStack
 from fp8rl.rl.run.record import Record, check_directory
 from fp8rl.rl.run.run import open_run
@@ -101,9 +101,10 @@ def test_a_run_that_has_stopped_names_the_capsule_of_its_step_and_the_command_th
     files = new_run(tmp_path / "it")
     files.capsule(3).mkdir(parents=True)
     fp8rl = typed("fp8rl")
-    resume = f"resume   {fp8rl} train {files.experiment} --resume"
-    assert commands_after_a_stop(files, 3) == [f"why      {fp8rl} explain {files.capsule(3)}", resume]
+    why, resume = f"why      {fp8rl} explain {files.capsule(3)}", f"resume   {fp8rl} train {files.experiment} --resume"
+    assert commands_after_a_stop(files, 3) == [why, resume]
     assert commands_after_a_stop(files, 4) == [resume], "an older capsule says nothing about this step"
+    assert commands_at_the_end(files) == [why, f"serve    {fp8rl} serve {files.path}"]
 
 
 @pytest.mark.parametrize(

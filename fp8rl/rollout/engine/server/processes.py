@@ -89,5 +89,5 @@ def claim_port(port: int | None, host: str) -> int:
             return number
     if port is None:
         raise EngineError(f"found 100 ports from {_FIRST_PORT} on in use, expected a free one. Set rollout.port")
-    expected = "a free port, but another program listens there"
-    raise user_error("rollout.port", port, expected, "Choose another one, or null for any free one.")
+    expected, remedy = "a port on which no other program listens", "Choose another, or leave it out to take a free one."
+    raise user_error("--port (rollout.port of a spec)", port, expected, remedy)

@@ -90,7 +90,7 @@ class Problems(Sequence[Problem]):
         if isinstance(answer, int) and not isinstance(answer, bool):
             answer = str(answer)
         if not _is_text(answer):
-            raise user_error(f"{where}: {source.answer}", found=answer, expected="non-empty text", remedy=remedy)
+            raise user_error(f"{where}: {source.answer}", answer, "non-empty text, or a whole number", remedy)
         system = [{"role": "system", "content": source.system_prompt}] if source.system_prompt else []
         messages: list[Message] = []
         if isinstance(question, list):

@@ -12,6 +12,7 @@ from fp8rl.rl.experiment.budget.job import job_of
 from fp8rl.rl.experiment.budget.memory import engine_memory
 from fp8rl.rl.experiment.preconditions import check, resources
 from fp8rl.rl.experiment.preconditions.resources import ENGINE_BYTES, RANK_BYTES, kv_cache_bytes
+from fp8rl.rollout.engine.server.processes import claim_port
 from fp8rl.trainer.state_bytes import state_bytes
 from fp8rl.weight_sync.served import served_bytes
 from tests.support.preconditions import merged, refusal
@@ -90,12 +91,12 @@ def test_the_limit_of_a_control_group_counts(values, tmp_path, monkeypatch):
 
 
 def test_a_taken_port_and_a_shared_port_are_refused(values):
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         text = refusal(values, rollout={"port": port})
         assert text.startswith(f"rollout.port: found {port}") and "another engine" in text
+        with pytest.raises(UserError, match=f"^--port .*: found {port}, expected .* leave it out"):  # of `fp8rl serve`
+            claim_port(port, "127.0.0.1")
     check(parse_experiment(merged(values, rollout={"port": port})))
     assert "two engines" in refusal(values, rollout={"port": port, "engines": 2})
 

@@ -212,7 +212,7 @@ def test_what_a_function_does_to_its_process_reaches_nobody(make: Make, tokenize
 def test_too_many_failures_end_the_run(make: Make, tokenizer: Any) -> None:
     judge = make("mine:raises", max_failures=2)
     assert [answer.reward for answer in judged(judge, tokenizer, "1", "2")] == [0.0, 0.0]
-    expected = r"(?s)found 3 failures of rewards, expected at most 2 \(rewards.max_failures\).*ValueError"
+    expected = r"(?s)found 3 failures of rewards, expected at most 2 \(.*max_failures\). Correct the reward.*ValueError"
     with pytest.raises(TooManyFailuresError, match=expected):
         judged(judge, tokenizer, "1")
 

@@ -47,6 +47,7 @@ def test_problems_are_read_in_order_with_their_further_keys(tmp_path):
     [
         (b"{not json}\n", "valid JSON"),
         (b"[1, 2]\n", "JSON object"),
+        (b'{"question": "q", "answer": 2.5}\n', "found 2.5, expected non-empty text, or a whole number"),
         (b'{"question": "q"}\n', "'answer'"),
         (b'{"question": " ", "answer": "5"}\n', "question"),
         (b'{"question": "\\ud800", "answer": "5"}\n', "question"),

@@ -66,7 +66,7 @@ def test_a_function_is_found_and_gets_what_it_asks_for(module: Path, monkeypatch
     ("function", "kwargs", "expected"),
     [
         ("maths", {}, "Did you mean math? Correct the name"),
-        ("{}/mine.py:long", {}, "expected a function of {}/mine.py, which has short, ranked, asked"),
+        ("{}/mine.py:long", {}, "expected a function or class of {}/mine.py, which has short, ranked, asked"),
         ("{}/broken.py:short", {}, "SyntaxError"),
         ("{}/leaves.py:short", {}, "this one ends in SystemExit: 3"),
         ("{}/raises.py:reward", {}, "RuntimeError: reward"),
