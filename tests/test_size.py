@@ -6,21 +6,21 @@ from tests.support.paths import ROOT
 
 LINES = {
     "numerics": 10_647,
-    "models": 5_300,
-    "trainer": 8_282,
+    "models": 5_295,
+    "trainer": 8_275,
     "rollout": 7_709,
-    "weight_sync": 1_318,
-    "rl": 12_785,
-    "diagnose": 3_830,
-    "cli": 1_711,
-    "tests": 40_842,
+    "weight_sync": 1_316,
+    "rl": 12_784,
+    "diagnose": 3_829,
+    "cli": 1_707,
+    "tests": 40_834,
 }
 """Lines of Python files, blank ones and comments too. `cli` is what lies in fp8rl/ beside the packages.
 
 A ceiling may only fall. Whoever makes a folder smaller lowers its number. To raise one takes a commit of its own, whose
 message has the reason.
 """
-WORDS = 62_820
+WORDS = 62_818
 """Words of the Markdown pages in docs/."""
 SLACK = 100
 """Lines, or tens of words, by which a ceiling may be above what is there."""
