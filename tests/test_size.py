@@ -10,10 +10,10 @@ LINES = {
     "trainer": 8_275,
     "rollout": 7_709,
     "weight_sync": 1_316,
-    "rl": 12_784,
+    "rl": 12_785,
     "diagnose": 3_829,
     "cli": 1_707,
-    "tests": 40_834,
+    "tests": 40_839,
 }
 """Lines of Python files, blank ones and comments too. `cli` is what lies in fp8rl/ beside the packages.
 

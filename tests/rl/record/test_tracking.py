@@ -140,6 +140,11 @@ def test_it_has_the_console_s_lines_warnings_and_traceback(tmp_path: Path, capsy
     assert capsys.readouterr().out == "engine [up]\n"
 
 
+def test_a_full_disk_does_not_hide_the_error_that_ends_the_run() -> None:
+    with pytest.raises(RuntimeError, match="out of luck"), run_log(Path("/dev/full")):
+        raise RuntimeError("out of luck")
+
+
 def test_it_is_appended_to_and_let_go(tmp_path: Path) -> None:
     path, handlers = tmp_path / "log.txt", list(logging.getLogger().handlers)
     for line in ("first run", "resumed run"):
