@@ -70,7 +70,7 @@ class Wandb(Tracker):
     @staticmethod
     def variables(run: Tracked) -> dict[str, str]:
         # The folder for its tables, which would be staged in the user's home, and what wandb sets when it starts.
-        return {"WANDB_DATA_DIR": str(run.place("wandb") / "data"), "WANDB_SERVICE": ""}
+        return {"WANDB_DATA_DIR": str(run.files.path / "wandb/data"), "WANDB_SERVICE": ""}
 
     def __init__(self, run: Tracked) -> None:
         self._tracked = run

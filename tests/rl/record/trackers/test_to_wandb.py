@@ -115,6 +115,14 @@ def test_no_environment_variable_is_new_in_the_trackers_thread(run: RunDir, monk
     assert not new and {**os.environ} == before
 
 
+def test_a_folder_that_cannot_be_made_ends_the_tracker_and_not_the_run(run: RunDir) -> None:
+    said: list[str] = []
+    (run.path / "wandb").write_text("")
+    with tracking(run, "wandb", lost=said.append) as tracker:
+        tracker.log(1, {"train/loss": 0.5})
+    assert [line.split(":")[0] for line in said] == ["wandb is lost"] and len(read_metrics(run.metrics)) == 1
+
+
 @pytest.mark.parametrize(
     ("config", "key", "said"),
     [
