@@ -133,8 +133,9 @@ def evaluate(served: Subject, log: Path, say: Callable[[str], object]) -> dict[s
             answers_given = [one.trajectory for group in judged for one in group]
             if (cut := sum(not one.finished for one in answers_given)) * 2 > len(answers_given):
                 say(no_room(cut, len(answers_given), f"max_new_tokens={eval_set.sampling.max_new_tokens}"))
-            for failures in (judge.failures, *([] if conversations is None else [conversations.failures])):
-                failures.tell()
+            judge.failures.tell()
+            if conversations is not None:
+                conversations.failures.tell()
     return metrics
 
 

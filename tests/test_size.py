@@ -11,9 +11,9 @@ LINES = {
     "rollout": 7_709,
     "weight_sync": 1_316,
     "rl": 12_785,
-    "diagnose": 3_829,
-    "cli": 1_707,
-    "tests": 40_839,
+    "diagnose": 3_826,
+    "cli": 1_708,
+    "tests": 40_847,
 }
 """Lines of Python files, blank ones and comments too. `cli` is what lies in fp8rl/ beside the packages.
 

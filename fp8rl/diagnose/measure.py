@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,9 +55,8 @@ def sampled_batch(run: Run, prompts: list[Prompt], temperature: float, cut: Trun
     """Sample ANSWERS to each prompt; batch them as a step would, without advantages. cut: None: the spec's."""
     groups = to_groups(prompts, ANSWERS, run_seed=run.experiment.run.seed, step=0)
     cut, replay = cut or run.experiment.rollout.truncation, run.numerics.router_replay == "replay"
-    drawn = run.sampling.at(temperature)
-    asked = run.sampling.admit(groups, replace(drawn, **vars(cut), supports=drawn.supports and cut.cuts))
-    answers = [*chain.from_iterable(run.sampling.collect(asked))]
+    supports = run.experiment.carries_supports and cut.cuts
+    answers = run.sampling.sample(groups, temperature, **vars(cut), supports=supports)
     return batch_from_trajectories(answers, temperature, replay=replay, truncation=cut)
 
 

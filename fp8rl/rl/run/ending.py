@@ -72,16 +72,16 @@ def finish(record: Record, stopped: str = "") -> None:
 
 def commands_after_a_stop(files: RunDir, step: int) -> list[str]:
     """Return the commands that explain a stop, if its step left a capsule, and that resume the run."""
-    return [*_explain_command(files, [each for each in files.capsule_steps() if each == step]), resume_command(files)]
+    return [*_explain(files, [step] if step in files.capsule_steps() else []), resume_command(files)]
 
 
 def commands_at_the_end(files: RunDir) -> list[str]:
     """Return the commands that explain the run's first capsule, if there is one, and that serve the model."""
-    return [*_explain_command(files, files.capsule_steps()), f"serve    {typed('fp8rl')} serve {files.path}"]
+    return [*_explain(files, files.capsule_steps()[:1]), f"serve    {typed('fp8rl')} serve {files.path}"]
 
 
-def _explain_command(files: RunDir, steps: list[int]) -> list[str]:
-    return [f"why      {typed('fp8rl')} explain {files.capsule(step)}" for step in steps[:1]]
+def _explain(files: RunDir, steps: list[int]) -> list[str]:
+    return [f"why      {typed('fp8rl')} explain {files.capsule(step)}" for step in steps]
 
 
 def resume_command(files: RunDir) -> str:

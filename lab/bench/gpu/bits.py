@@ -15,7 +15,7 @@ from fp8rl.numerics.kernels.products.gemm import gemm
 from fp8rl.numerics.kernels.quantize import quantize_rows
 from fp8rl.numerics.quantize import QuantizedTensor, quantize
 from lab.bench.gpu.measure import Measured, Sizes, Stopwatch, random
-from lab.bench.gpu.products import BLOCKS, ROWS, Product, deepgemm_library, scaled_mm
+from lab.bench.gpu.products import BLOCKS, ROWS, Product, deepgemm_library, differ, scaled_mm
 
 
 def run(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
@@ -47,7 +47,7 @@ def compare(done: Measured, sizes: Sizes, watch: Stopwatch, libraries: dict[str,
                     what = {"product": shape.name, "library": name, "rows": rows, "numbers": found.numel()}
                     done.row(
                         what
-                        | {"not ours": _differ(found, ours[:rows]), "not as among most": _differ(found, whole[:rows])}
+                        | {"not ours": differ(found, ours[:rows]), "not as among most": differ(found, whole[:rows])}
                     )
 
 
@@ -57,7 +57,3 @@ def _product(done: Measured, name: str, product: Product, a: QuantizedTensor, b:
     except (RuntimeError, ValueError, NotImplementedError) as error:  # not every library takes every number of rows
         done.leave_out(name, str(error).splitlines()[0][:200])
         return None
-
-
-def _differ(a: Tensor, b: Tensor) -> int:
-    return int((a.view(torch.int16) != b.view(torch.int16)).sum())

@@ -1,7 +1,7 @@
 """Runs a kernel in gluon, whose warps are specialised, on a CPU. Triton's own interpreter does not know gluon.
 
 Each group of warps is a thread, and barriers count arrivals and bytes as the hardware does, so that a wrong phase is a
-deadlock or a wrong result here, too. Programs run one after the other. A product of tiles is exact, rounded to FP32.
+deadlock or a wrong result here, too. Programs run one after the other.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -108,22 +109,26 @@ def grouped(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
 def candidates(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
     """Products that may take the place of ours. Those of specialised warps need our bits; those of torch are for
     gradients alone, and need the same bits in two runs."""
-    numbers, different = dict.fromkeys(("specialized", "torch"), 0), dict.fromkeys(("specialized", "torch"), 0)
+    numbers, different = Counter[str](), Counter[str]()
     for shape in (*sizes.dense, *sizes.experts):
         for tokens in sizes.tokens[-2:]:
             of = _experts if shape.experts else _dense
-            for product, (ours, theirs, torchs) in of(shape, tokens, done, watch.device).items():
-                sides = {"FP8": ours, "specialized": theirs} | ({"torch": torchs} if torchs else {})
-                for side, once in (("specialized", ours), ("torch", torchs)):
-                    if side in sides and once is not None:
-                        expected, found = once(), sides[side]()
-                        numbers[side] += found.numel()
-                        different[side] += int((expected.view(torch.int16) != found.view(torch.int16)).sum())
+            for product, (ours, specialised, torchs) in of(shape, tokens, done, watch.device).items():
+                sides = {"FP8": ours, "specialized": specialised} | ({"torch": torchs} if torchs else {})
+                for side, run in list(sides.items())[1:]:
+                    found = run()
+                    numbers[side] += found.numel()
+                    different[side] += differ(found, ours() if side == "specialized" else run())
                 flops = 2.0 * tokens * shape.top_k * shape.n * shape.k
                 _record(done, f"{shape.name}, {product}", tokens, flops, sides, watch)
     done.equal("numbers of specialised warps that are not ours", different["specialized"], of=numbers["specialized"])
     if numbers["torch"]:
         done.equal("numbers of torch._scaled_mm that differ in two runs", different["torch"], of=numbers["torch"])
+
+
+def differ(a: Tensor, b: Tensor) -> int:
+    """How many numbers of two BF16 tensors have other bits."""
+    return int((a.view(torch.int16) != b.view(torch.int16)).sum())
 
 
 _Sides = tuple[Callable[[], Tensor], Callable[[], Tensor], Callable[[], Tensor] | None]
@@ -253,8 +258,8 @@ def _compare(
     done: Measured, name: str, rows: int, size: int, sides: dict[str, Callable[[], Tensor]], watch: Stopwatch
 ) -> int:
     """Count the numbers that differ, of a product with `size` numbers in the weight."""
-    ours, theirs = (side().view(torch.int16) for side in sides.values())
-    count = int((ours != theirs).sum())
+    ours, theirs = (side() for side in sides.values())
+    count = differ(ours, theirs)
     done.row({"checked": name, "tokens": rows, "numbers": ours.numel(), "that differ": count})
     _record(done, name, rows, 2.0 * rows * size, sides, watch)
     return count

@@ -130,9 +130,9 @@ class Sampling:
             self._wait(unanswered, FIRST_EXCEPTION)
         return [item.answers.result() for item in asked]
 
-    def sample(self, groups: Sequence[Group], temperature: float) -> list[Trajectory]:
-        """Return the answers of all groups at the trainer's weights; `Trajectory.group` is the index of the group."""
-        answers = self.collect(self.admit(groups, self.at(temperature)))
+    def sample(self, groups: Sequence[Group], temperature: float, **changed: Any) -> list[Trajectory]:
+        """Return the answers of all groups, each with its group's index. changed: parameters that differ from `at`."""
+        answers = self.collect(self.admit(groups, replace(self.at(temperature), **changed)))
         return [replace(answer, group=index) for index, group in enumerate(answers) for answer in group]
 
     def wait_for_some(self, asked: Sequence[PendingGroup], count: int) -> None:
